@@ -1,7 +1,7 @@
 """Runs the benchmarks and writes them up: `python -m benchmarks`, or `fastaccum bench`.
 
-Each suite (benchmarks/test_SUITE.py) runs in a process of its own. The report, its charts and the whole run as one JSON
-go to a folder in benchmarks/results/.
+Each suite (benchmarks/test_SUITE.py) runs in a process of its own. The report, its charts and the
+whole run as one JSON go to a folder in benchmarks/results/.
 """
 
 import argparse
@@ -23,7 +23,8 @@ NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "matplotli
 REQUIRED_KEYS = {"benchmarks", "commit_info", "datetime", "machine_info"}
 MOST_BYTES = 2**28
 EPILOG = """\
-exit codes: 0 done; 1 a suite failed, or nothing was measured; 2 bad arguments, nothing started; 130 ended by Ctrl-C,
+exit codes: 0 done; 1 a suite failed, or nothing was measured; 2 bad arguments, nothing started;
+130 ended by Ctrl-C,
 with a report of the suites that were done. A missed bar is not a failure.
 """
 
@@ -69,10 +70,29 @@ def _parser(prog, known):
     )
     add = parser.add_argument
     add("suites", nargs="*", metavar="SUITE", help="which suites to run (all)")
-    add("--quick", action="store_true", help=f"the smallest workload and few rounds of {', '.join(suites.QUICK)}")
-    add("--readme", action="store_true", help="rewrite the measured tables of README.md and docs/ too")
-    add("--from", dest="from_run", type=pathlib.Path, metavar="RUN.JSON", help="write up an earlier run; run nothing")
-    add("--out", type=pathlib.Path, metavar="FOLDER", help="for the report (benchmarks/results/DATE-DEVICE)")
+    add(
+        "--quick",
+        action="store_true",
+        help=f"the smallest workload and few rounds of {', '.join(suites.QUICK)}",
+    )
+    add(
+        "--readme",
+        action="store_true",
+        help="rewrite the measured tables of README.md and docs/ too",
+    )
+    add(
+        "--from",
+        dest="from_run",
+        type=pathlib.Path,
+        metavar="RUN.JSON",
+        help="write up an earlier run; run nothing",
+    )
+    add(
+        "--out",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="for the report (benchmarks/results/DATE-DEVICE)",
+    )
     return parser
 
 
@@ -81,18 +101,26 @@ def _read(options):
         raise BadArgument("--from runs nothing: leave out --quick and the names of suites.")
     try:
         if not options.from_run.exists():
-            raise BadArgument(f"--from {options.from_run} is not there: name the run.json of an earlier run.")
+            raise BadArgument(
+                f"--from {options.from_run} is not there: name the run.json of an earlier run."
+            )
         if not options.from_run.is_file():
-            raise BadArgument(f"--from {options.from_run} is no file: name the run.json of an earlier run.")
+            raise BadArgument(
+                f"--from {options.from_run} is no file: name the run.json of an earlier run."
+            )
         if options.from_run.stat().st_size > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES:,} bytes, as no run.json has")
         run = json.loads(options.from_run.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise BadArgument(f"--from {options.from_run} cannot be read: {error}") from error
-    if not isinstance(run, dict) or REQUIRED_KEYS - run.keys() or not isinstance(run["benchmarks"], list):
+    if (
+        not isinstance(run, dict)
+        or REQUIRED_KEYS - run.keys()
+        or not isinstance(run["benchmarks"], list)
+    ):
         raise BadArgument(
-            f"--from {options.from_run} is not a run of these benchmarks: it must be a run.json, or what "
-            "`pytest -n 0 benchmarks --benchmark-json` wrote."
+            f"--from {options.from_run} is not a run of these benchmarks: it must be a run.json, "
+            "or what `pytest -n 0 benchmarks --benchmark-json` wrote."
         )
     _check_readme(options, set(suites.known()) - set(run.get("suites", {})), run.get("quick"))
     return run
@@ -121,17 +149,27 @@ def _chosen(options, known):
     unknown = [name for name in options.suites if name not in known]
     if unknown:
         raise BadArgument(f"unknown suite {unknown[0]!r}; the suites are {', '.join(known)}.")
-    missing = [package for module, package in NEEDED.items() if not importlib.util.find_spec(module)]
+    missing = [
+        package for module, package in NEEDED.items() if not importlib.util.find_spec(module)
+    ]
     if missing:
-        raise BadArgument(f'{", ".join(missing)} must be installed: pip install -c constraints.txt -e ".[test]"')
-    chosen = [name for name in known if name in (options.suites or (suites.QUICK if options.quick else known))]
+        raise BadArgument(
+            f'{", ".join(missing)} must be installed: pip install -c constraints.txt -e ".[test]"'
+        )
+    chosen = [
+        name
+        for name in known
+        if name in (options.suites or (suites.QUICK if options.quick else known))
+    ]
     _check_readme(options, set(known) - set(chosen), options.quick)
     return chosen
 
 
 def _check_readme(options, left_out, quick):
     if options.readme and (left_out or quick):
-        raise BadArgument("--readme needs a run of all suites: the tables would lose their other rows.")
+        raise BadArgument(
+            "--readme needs a run of all suites: the tables would lose their other rows."
+        )
 
 
 def _run_suites(chosen, known, options, console):
@@ -139,7 +177,12 @@ def _run_suites(chosen, known, options, console):
     if left_out:
         console.print(f"left out: {', '.join(left_out)}", soft_wrap=True)
     results, interrupted = [], False
-    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    columns = (
+        BarColumn(20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
     with tempfile.TemporaryDirectory() as scratch, Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=len(chosen))
         try:
@@ -152,7 +195,9 @@ def _run_suites(chosen, known, options, console):
         except KeyboardInterrupt:
             interrupted = True
             left_out += chosen[len(results) :]
-            console.print(f"\ninterrupted; left out: {', '.join(left_out)}", style="red", soft_wrap=True)
+            console.print(
+                f"\ninterrupted; left out: {', '.join(left_out)}", style="red", soft_wrap=True
+            )
     try:
         run = suites.merge(results, left_out, options.quick)
     except ValueError as error:
@@ -165,10 +210,14 @@ def _run_suites(chosen, known, options, console):
 
 
 def _print_outcome(result, console):
-    """How one suite ended: a line, the output of a failure, and the reasons of what was skipped and failed."""
+    """How one suite ended: a line, the output of a failure, and the reasons of what was skipped and
+    failed.
+    """
     counts = {"passed": result.passed, "skipped": len(result.skipped), "failed": len(result.failed)}
     summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    console.print(f"{result.name}: {summary}, {result.seconds:.0f} s", style="red" if result.failed else "")
+    console.print(
+        f"{result.name}: {summary}, {result.seconds:.0f} s", style="red" if result.failed else ""
+    )
     if result.failed:
         console.print(result.output, soft_wrap=True)
     for what, tests in (("skipped", result.skipped), ("failed", result.failed)):
@@ -200,7 +249,14 @@ def _table(found, device):
     for score in found:
         bar = f"{score.bar[0]} {score.bar[1]:g}" if score.bar else ""
         style = {"reached": "green", "MISSED": "red"}.get(score.verdict, "")
-        table.add_row(score.measure, score.workload, scores.number(score.value), bar, score.verdict, style=style)
+        table.add_row(
+            score.measure,
+            score.workload,
+            scores.number(score.value),
+            bar,
+            score.verdict,
+            style=style,
+        )
     return table
 
 

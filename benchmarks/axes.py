@@ -1,10 +1,14 @@
-"""What every suite along an axis (micro-batches, depth, sequence length) measures at each of its points."""
+"""What every suite along an axis (micro-batches, depth, sequence length) measures at each of its
+points.
+"""
 
 import statistics
 
 
 def fraction(footprint, times, rate):
-    """Of the matmul rate: the FLOP/s of an update, counting only what it must compute, over the rate."""
+    """Of the matmul rate: the FLOP/s of an update, counting only what it must compute, over the
+    rate.
+    """
     return footprint.flops / statistics.median(times) / rate
 
 
@@ -23,7 +27,9 @@ def record(series, axis, line, footprints, times, rate, items, item):
     places = list(footprints)
     charts = {
         (f"time per {item}", "ms"): [1e3 * statistics.median(times[p]) / items for p in places],
-        ("fraction of the matmul rate", ""): [fraction(footprints[p], times[p], rate) for p in places],
+        ("fraction of the matmul rate", ""): [
+            fraction(footprints[p], times[p], rate) for p in places
+        ],
         ("first step", "s"): [footprints[p].first_step for p in places],
         ("XLA temp memory", "MB"): [footprints[p].temp_bytes / 1e6 for p in places],
         ("process peak memory", "MB"): [footprints[p].process_bytes / 1e6 for p in places],

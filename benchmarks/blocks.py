@@ -1,4 +1,6 @@
-"""Blocks of convolutional networks, each a function of a tensor, as `jit_forms` and `models` stack them."""
+"""Blocks of convolutional networks, each a function of a tensor, as `jit_forms` and `models` stack
+them.
+"""
 
 from keras import layers as kl
 
@@ -27,7 +29,9 @@ def inverted(filters, strides=1, excite=False):
         y = kl.DepthwiseConv2D(5 if excite else 3, strides, "same", use_bias=False)(y)
         y = kl.Activation("silu" if excite else "relu6")(kl.BatchNormalization()(y))
         if excite:
-            weights = kl.Dense(x.shape[-1] // 4, "silu")(kl.GlobalAveragePooling2D(keepdims=True)(y))
+            weights = kl.Dense(x.shape[-1] // 4, "silu")(
+                kl.GlobalAveragePooling2D(keepdims=True)(y)
+            )
             y = kl.Multiply()([y, kl.Dense(y.shape[-1], "sigmoid")(weights)])
         y = kl.BatchNormalization()(kl.Conv2D(filters, 1, use_bias=False)(y))
         return kl.Add()([x, y]) if x.shape == y.shape else y
@@ -36,7 +40,9 @@ def inverted(filters, strides=1, excite=False):
 
 
 def unet(filters, classes, convolutions=1):
-    """The scores of each pixel; `convolutions` at each of the scales, of which each has half the pixels in a row."""
+    """The scores of each pixel; `convolutions` at each of the scales, of which each has half the
+    pixels in a row.
+    """
 
     def level(x, width):
         for _ in range(convolutions):

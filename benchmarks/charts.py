@@ -35,7 +35,9 @@ def draw(run, folder):
 
 
 def time_by_peer(run, kind):
-    """`{workload: {peer: its time / ours}}` of the measures `KIND: PEER / ours`, both in the order of the run."""
+    """`{workload: {peer: its time / ours}}` of the measures `KIND: PEER / ours`, both in the order
+    of the run.
+    """
     ratios = collections.defaultdict(dict)
     for score in scores.of_run(run):
         found = re.fullmatch(rf"{re.escape(kind)}: (?P<peer>.+) / ours", score.measure)
@@ -53,7 +55,8 @@ def line_charts(run):
     for benchmark in run["benchmarks"]:
         for series in benchmark["extra_info"].get("series", []):
             chart = charts.setdefault(
-                series["chart"], {"x_label": series["x_label"], "y_label": series["y_label"], "lines": {}}
+                series["chart"],
+                {"x_label": series["x_label"], "y_label": series["y_label"], "lines": {}},
             )
             line = chart["lines"].setdefault(series["line"], [])
             line.extend(zip(series["x"], series["y"], strict=True))
@@ -62,7 +65,8 @@ def line_charts(run):
 
 
 def _by_axis(drawn):
-    """The charts that share a picture: "memory against depth" and "first step against depth" are panels of one.
+    """The charts that share a picture: "memory against depth" and "first step against depth" are
+    panels of one.
 
     >>> _by_axis({"memory against depth": 1, "first step against depth": 2, "dispatch": 3})
     {'against depth': {'memory': 1, 'first step': 2}, 'dispatch': {'dispatch': 3}}
@@ -76,9 +80,13 @@ def _by_axis(drawn):
 
 
 def _draw_bars(title, ratios):
-    """A panel for each workload, a bar for each peer: to the right if slower than ours, to the left if faster."""
+    """A panel for each workload, a bar for each peer: to the right if slower than ours, to the left
+    if faster.
+    """
     peers = list(dict.fromkeys(peer for of_workload in ratios.values() for peer in of_workload))
-    figure, axes = _panels(len(ratios), width=3.6, height=0.8 + 0.32 * len(peers), sharex=True, sharey=True)
+    figure, axes = _panels(
+        len(ratios), width=3.6, height=0.8 + 0.32 * len(peers), sharex=True, sharey=True
+    )
     values = [value for of_workload in ratios.values() for value in of_workload.values()]
     for axis, (workload, of_workload) in zip(axes.flat, ratios.items(), strict=False):
         for row, peer in enumerate(peers):
@@ -89,7 +97,9 @@ def _draw_bars(title, ratios):
             axis.barh(row, value - 1, left=1, height=0.7, color=SLOWER if value >= 1 else FASTER)
             axis.text(max(value, 1) * 1.06, row, number(value), va="center", fontsize=9)
         axis.axvline(1, color="black", linewidth=1)
-        axis.set(title=workload, xscale="log", xlim=(min(0.8, *values) * 0.85, max(2, *values) * 2.2))
+        axis.set(
+            title=workload, xscale="log", xlim=(min(0.8, *values) * 0.85, max(2, *values) * 2.2)
+        )
         axis.set_yticks(range(len(peers)), peers)
         _label_decades(axis.xaxis, *axis.get_xlim())
         axis.grid(axis="x", alpha=0.3)
@@ -97,7 +107,9 @@ def _draw_bars(title, ratios):
         axis.tick_params(labelbottom=True)
     axes[0, 0].invert_yaxis()
     figure.suptitle(title)
-    figure.supxlabel("times as long as ours: right of 1 ours is faster, left of 1 the peer", fontsize="medium")
+    figure.supxlabel(
+        "times as long as ours: right of 1 ours is faster, left of 1 the peer", fontsize="medium"
+    )
     return figure
 
 
@@ -108,7 +120,9 @@ def draw_lines(title, panels):
     for axis, (what, chart) in zip(axes.flat, panels.items(), strict=False):
         for line, points in chart["lines"].items():
             colour = colours.setdefault(line, f"C{len(colours)}")
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, label=line)
+            axis.plot(
+                *zip(*points, strict=True), marker="o", markersize=4, color=colour, label=line
+            )
         xs = _apart(sorted({x for points in chart["lines"].values() for x, _ in points}))
         ys = [y for points in chart["lines"].values() for _, y in points]
         axis.set(title=what, xlabel=chart["x_label"], ylabel=chart["y_label"], xscale="log")
@@ -122,7 +136,9 @@ def draw_lines(title, panels):
             axis.yaxis.set_major_formatter(PLAIN)
         axis.grid(alpha=0.3)
     figure.suptitle(title)
-    handles = [Line2D([], [], color=colour, marker="o", markersize=4) for colour in colours.values()]
+    handles = [
+        Line2D([], [], color=colour, marker="o", markersize=4) for colour in colours.values()
+    ]
     figure.legend(handles, colours, loc="outside lower center", ncols=6)
     return figure
 
@@ -132,7 +148,9 @@ def _panels(count, width, height, **shared):
     columns = min(count, 3)
     rows = math.ceil(count / columns)
     size = (max(width * columns, 6), height * rows + 0.8)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **shared)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained", **shared
+    )
     for axis in axes.flat[count:]:
         axis.set_visible(False)
     return figure, axes

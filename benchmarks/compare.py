@@ -1,8 +1,8 @@
 """This checkout against a commit: `python -m benchmarks.compare COMMIT`.
 
-For each workload both train from the same weights on the same data in a process of their own; then they take turns at
-train steps and at `fit`. Printed are whether losses and weights are equal, and the ratios, now / before, of the time
-(medians of interleaved rounds) and of XLA's temp memory.
+For each workload both train from the same weights on the same data in a process of their own; then
+they take turns at train steps and at `fit`. Printed are whether losses and weights are equal, and
+the ratios, now / before, of the time (medians of interleaved rounds) and of XLA's temp memory.
 """
 
 import argparse
@@ -27,15 +27,23 @@ def main(argv=None):
     from benchmarks import models
     from benchmarks.scores import ratio
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__.partition("\n\n")[2])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compare", description=__doc__.partition("\n\n")[2]
+    )
     parser.add_argument("commit", help="what to compare with, as git names it")
     parser.add_argument("--workload", nargs="+", choices=[w.name for w in models.ALL], help="(all)")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args(argv)
-    print(f"{'now / before':12}  {'train step':>10}  {'fit':>6}  {'temp memory':>11}  losses and weights")
+    print(
+        f"{'now / before':12}  {'train step':>10}  {'fit':>6}  {'temp memory':>11}  losses and "
+        "weights"
+    )
     with _worktree(options.commit) as before, tempfile.TemporaryDirectory() as scratch:
         for workload in options.workload or [w.name for w in models.ALL]:
-            with _Side(ROOT, workload, Path(scratch, "now")) as now, _Side(before, workload, Path(scratch, "b")) as old:
+            with (
+                _Side(ROOT, workload, Path(scratch, "now")) as now,
+                _Side(before, workload, Path(scratch, "b")) as old,
+            ):
                 times = {(side, what): [] for side in (now, old) for what in ("step", "fit")}
                 for i in range(options.rounds):
                     for what in ("step", "fit"):
@@ -43,7 +51,11 @@ def main(argv=None):
                             times[side, what].append(side.seconds(what))
                 step, fit = (ratio(times[now, what], times[old, what]) for what in ("step", "fit"))
                 memory = now.temp_bytes / old.temp_bytes
-                print(f"{workload:12}  {step:10.3f}  {fit:6.3f}  {memory:11.3f}  {_difference(now, old)}", flush=True)
+                print(
+                    f"{workload:12}  {step:10.3f}  {fit:6.3f}  {memory:11.3f}  "
+                    f"{_difference(now, old)}",
+                    flush=True,
+                )
 
 
 @contextlib.contextmanager
@@ -103,7 +115,9 @@ def _difference(now, old):
 
 
 def serve(name, outcome):
-    """Trains, says what came out, then times what it is asked for, a line each. Imports this process's checkout."""
+    """Trains, says what came out, then times what it is asked for, a line each. Imports this
+    process's checkout.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what TensorFlow prints is not an answer
     import fastaccum
@@ -114,11 +128,22 @@ def serve(name, outcome):
     step, fit = contestants.as_train_step(trainer), contestants.as_fit(trainer, workload)
     losses = [float(step.update(step.feed(stack))) for stack in workload.stacks(UPDATES)]
     np.savez(outcome, *trainer.model.get_weights())
-    temp_bytes = contestants.trainer(workload, jit_compile=True).memory_analysis(workload.stacks(1)[0]).temp_bytes
-    block, arrays = step.block(workload, workload.step_updates), workload.arrays(workload.step_updates)
+    temp_bytes = (
+        contestants.trainer(workload, jit_compile=True)
+        .memory_analysis(workload.stacks(1)[0])
+        .temp_bytes
+    )
+    block, arrays = (
+        step.block(workload, workload.step_updates),
+        workload.arrays(workload.step_updates),
+    )
     blocks = {"step": block, "fit": lambda: fit.epoch(*arrays)}
     blocks["fit"]()  # compiles
-    print(json.dumps([os.path.realpath(fastaccum.__file__), losses, temp_bytes]), file=answers, flush=True)
+    print(
+        json.dumps([os.path.realpath(fastaccum.__file__), losses, temp_bytes]),
+        file=answers,
+        flush=True,
+    )
     for what in sys.stdin:
         started = time.perf_counter()
         blocks[what.strip()]()

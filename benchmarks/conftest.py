@@ -1,4 +1,6 @@
-"""What the suites share: figures and series kept in pytest-benchmark's JSON, and the trim that `--quick` makes."""
+"""What the suites share: figures and series kept in pytest-benchmark's JSON, and the trim that
+`--quick` makes.
+"""
 
 import dataclasses
 import gc
@@ -16,13 +18,18 @@ from benchmarks import scores
 PEERS = ("tf-keras", "tensorflow-addons", "gradient-accumulator", "jax", "optax", "torch")
 QUICK_ROUNDS = 3
 QUICK = (
-    f"of the workloads only MLP 128, {QUICK_ROUNDS} rounds each; with --benchmark-disable the first of each benchmark"
+    f"of the workloads only MLP 128, {QUICK_ROUNDS} rounds each; with --benchmark-disable the "
+    "first of each benchmark"
 )
 
-# Modules whose doctests cannot be looked for where the framework that they are written in is missing.
+# Modules whose doctests cannot be looked for where the framework that they are written in is
+# missing.
 _WRITTEN_IN = {"jax": ["*/jax_*.py", "gpu/run.py"], "torch": ["*/torch_*.py"]}
 collect_ignore_glob = [
-    each for package, patterns in _WRITTEN_IN.items() if not importlib.util.find_spec(package) for each in patterns
+    each
+    for package, patterns in _WRITTEN_IN.items()
+    if not importlib.util.find_spec(package)
+    for each in patterns
 ]
 
 _SCORES = pytest.StashKey[list]()
@@ -61,8 +68,12 @@ def _with_first_workload(items, workload):
     kept = {}
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        others = tuple(repr(value) for value in parameters.values() if not isinstance(value, workload))
-        kept.setdefault((item.path, item.originalname, others) if len(others) < len(parameters) else item, item)
+        others = tuple(
+            repr(value) for value in parameters.values() if not isinstance(value, workload)
+        )
+        kept.setdefault(
+            (item.path, item.originalname, others) if len(others) < len(parameters) else item, item
+        )
     return list(kept.values())
 
 
@@ -95,7 +106,9 @@ def series(benchmark):
 
     def add(chart, line, x, y, x_label, y_label):
         if len(x) != len(y):
-            raise ValueError(f"{chart!r}, line {line!r} has {len(x)} x and {len(y)} y; each point needs both.")
+            raise ValueError(
+                f"{chart!r}, line {line!r} has {len(x)} x and {len(y)} y; each point needs both."
+            )
         points = {"x": [float(value) for value in x], "y": [float(value) for value in y]}
         drawn = {"chart": chart, "line": line, **points, "x_label": x_label, "y_label": y_label}
         benchmark.extra_info.setdefault("series", []).append(drawn)
@@ -111,7 +124,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def pytest_benchmark_update_machine_info(config, machine_info):
     gpus = tf.config.list_physical_devices("GPU")
-    machine_info["gpus"] = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus]
+    machine_info["gpus"] = [
+        tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus
+    ]
     machine_info["cores"] = len(os.sched_getaffinity(0))
     machine_info["versions"] = {
         "tensorflow": tf.__version__,

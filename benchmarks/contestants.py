@@ -16,9 +16,8 @@ import fastaccum as fa
 class TrainStep:
     """One way to do one update.
 
-    Args:
-        model: the Keras model that it trains, or a ForeignModel.
-        feed: turns one stack `(x, y)` of NumPy arrays into what `update` takes: tensors, in the form that is
+    Args: model: the Keras model that it trains, or a ForeignModel. feed: turns one stack `(x, y)`
+        of NumPy arrays into what `update` takes: tensors, in the form that is
             best for it. Never timed.
         update: trains on what `feed` returned, once; returns the loss, which `float()` reads.
     """
@@ -28,7 +27,9 @@ class TrainStep:
     update: Callable
 
     def block(self, workload, updates):
-        """A function that runs `updates` updates on data that is fed already, and ends when the last loss is read."""
+        """A function that runs `updates` updates on data that is fed already, and ends when the
+        last loss is read.
+        """
         batches = [self.feed(stack) for stack in workload.stacks(updates)]
 
         def run():
@@ -43,8 +44,8 @@ class TrainStep:
 class ForeignModel:
     """A model of another framework, as far as the suites ask for it.
 
-    Args:
-        get_weights: returns the weights as NumPy arrays, in the order and layout of the Keras model.
+    Args: get_weights: returns the weights as NumPy arrays, in the order and layout of the Keras
+        model.
     """
 
     get_weights: Callable
@@ -54,9 +55,8 @@ class ForeignModel:
 class Fit:
     """One way to train for an epoch.
 
-    Args:
-        model: the Keras model that it trains.
-        epoch: `epoch(x, y)` trains on all the examples once, in order; returns the epoch's loss as a float.
+    Args: model: the Keras model that it trains. epoch: `epoch(x, y)` trains on all the examples
+        once, in order; returns the epoch's loss as a float.
     """
 
     model: keras.Model

@@ -25,7 +25,9 @@ def attention_memory(time, implementation):
     """Bytes of causal self-attention over `time` tokens with its gradients."""
 
     def loss(query, key, value):
-        return tf.reduce_sum(attention(query, key, value, causal=True, implementation=implementation))
+        return tf.reduce_sum(
+            attention(query, key, value, causal=True, implementation=implementation)
+        )
 
     return _temp_bytes(loss, *[tf.TensorSpec([1, time, HEADS, HEAD_DIM])] * 3)
 
@@ -35,7 +37,9 @@ def cross_entropy_memory(vocabulary, implementation):
 
     def loss(hidden, kernel):
         labels = tf.zeros([TOKENS], tf.int32)
-        return tf.reduce_sum(linear_cross_entropy(hidden, kernel, labels, implementation=implementation))
+        return tf.reduce_sum(
+            linear_cross_entropy(hidden, kernel, labels, implementation=implementation)
+        )
 
     return _temp_bytes(loss, tf.TensorSpec([TOKENS, WIDTH]), tf.TensorSpec([WIDTH, vocabulary]))
 
@@ -53,15 +57,32 @@ def _temp_bytes(loss, *specs):
 def main(path):
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     panels = [
-        (TIMES, attention_memory, "tokens in a sequence", f"causal attention, {HEADS} heads x {HEAD_DIM}"),
-        (VOCABULARIES, cross_entropy_memory, "vocabulary", f"head + cross-entropy, {TOKENS:,} tokens x {WIDTH}"),
+        (
+            TIMES,
+            attention_memory,
+            "tokens in a sequence",
+            f"causal attention, {HEADS} heads x {HEAD_DIM}",
+        ),
+        (
+            VOCABULARIES,
+            cross_entropy_memory,
+            "vocabulary",
+            f"head + cross-entropy, {TOKENS:,} tokens x {WIDTH}",
+        ),
     ]
     for axis, (sizes, memory, label, title) in zip(axes, panels, strict=True):
         for implementation, name in (("reference", "unfused"), ("auto", "kernel")):
             megabytes = [memory(size, implementation) / 1e6 for size in sizes]
             axis.plot(sizes, megabytes, marker="o", label=name)
-            print(title, name, dict(zip(sizes, [round(m, 1) for m in megabytes], strict=True)), flush=True)
-        axis.set(xscale="log", yscale="log", xlabel=label, ylabel="XLA temp memory, MB", title=title)
+            print(
+                title,
+                name,
+                dict(zip(sizes, [round(m, 1) for m in megabytes], strict=True)),
+                flush=True,
+            )
+        axis.set(
+            xscale="log", yscale="log", xlabel=label, ylabel="XLA temp memory, MB", title=title
+        )
         axis.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
         axis.minorticks_off()
         axis.yaxis.set_major_locator(LogLocator(10))

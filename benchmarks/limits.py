@@ -1,4 +1,6 @@
-"""What a train step is held against: the work it cannot avoid, the rate of a matmul, the memory of its process."""
+"""What a train step is held against: the work it cannot avoid, the rate of a matmul, the memory of
+its process.
+"""
 
 import math
 import pathlib
@@ -34,14 +36,14 @@ def _seconds_of_matmul(square):
 
 
 def train_flops(model, example):
-    """Floating-point operations that training on one example needs: forward, and two products for each of its own.
+    """Floating-point operations that training on one example needs: forward, and two products for
+    each of its own.
 
-    Matmuls, convolutions and causal attention only, a multiply-add as two; nothing for what is computed a second
-    time, nor for gradients of the model's inputs.
+    Matmuls, convolutions and causal attention only, a multiply-add as two; nothing for what is
+    computed a second time, nor for gradients of the model's inputs.
 
-    Args:
-        model: a Keras model of Dense, Conv2D, `TransformerBlock` and `LayerStack` layers and what does no products.
-        example: the shape of one example; that of token ids is `(time,)`.
+    Args: model: a Keras model of Dense, Conv2D, `TransformerBlock` and `LayerStack` layers and what
+        does no products. example: the shape of one example; that of token ids is `(time,)`.
 
     >>> dense = keras.layers.Dense
     >>> train_flops(keras.Sequential([keras.Input((5,)), dense(3), dense(2)]), (5,))

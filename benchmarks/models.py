@@ -1,7 +1,8 @@
-"""The workloads: a model, its loss, its optimizer and synthetic data, the same for every contestant.
+"""The workloads: a model, its loss, its optimizer and synthetic data, the same for every
+contestant.
 
-`workload.model()` starts from the same weights each time, and `workload.arrays(updates)` holds the same
-numbers each time, so contestants that do the same arithmetic must get the same losses.
+`workload.model()` starts from the same weights each time, and `workload.arrays(updates)` holds the
+same numbers each time, so contestants that do the same arithmetic must get the same losses.
 """
 
 import dataclasses
@@ -21,7 +22,9 @@ SEED = 0
 
 
 def _size(full, small):
-    """`small` under `pytest benchmarks --benchmark-disable` and in its processes: contestants only have to agree."""
+    """`small` under `pytest benchmarks --benchmark-disable` and in its processes: contestants only
+    have to agree.
+    """
     return small if "FASTACCUM_SMALL_BENCHMARKS" in os.environ else full
 
 
@@ -33,19 +36,13 @@ def _cross_entropy():
 class Workload:
     """What one update works on: `micro_batches` micro-batches of `batch_size` examples.
 
-    Args:
-        name: as the tables show it.
-        micro_batches: micro-batches in one update.
-        batch_size: examples in one micro-batch.
-        build: makes the Keras model.
-        draw: `(generator, examples) -> (x, y)`, NumPy arrays.
-        optimizer: makes the Keras optimizer; takes its keyword arguments.
-        loss: makes the loss.
-        fit_updates: updates in one timed epoch of `fit`.
-        steps_per_execution: what tuned peers try, up to the micro-batches of an epoch.
-        step_updates: updates in one timed block of train steps.
-        rounds: how many times each contestant is timed.
-        movement: by how much of a weight's movement contestants may differ (see `benchmarks.agreement`).
+    Args: name: as the tables show it. micro_batches: micro-batches in one update. batch_size:
+        examples in one micro-batch. build: makes the Keras model. draw: `(generator, examples) ->
+        (x, y)`, NumPy arrays. optimizer: makes the Keras optimizer; takes its keyword arguments.
+        loss: makes the loss. fit_updates: updates in one timed epoch of `fit`. steps_per_execution:
+        what tuned peers try, up to the micro-batches of an epoch. step_updates: updates in one
+        timed block of train steps. rounds: how many times each contestant is timed. movement: by
+        how much of a weight's movement contestants may differ (see `benchmarks.agreement`).
     """
 
     name: str
@@ -72,11 +69,15 @@ class Workload:
         return self.build()
 
     def arrays(self, updates):
-        """x and y for `updates` updates, one row per example, in the order in which they are trained on."""
+        """x and y for `updates` updates, one row per example, in the order in which they are
+        trained on.
+        """
         return self.draw(np.random.default_rng(SEED), updates * self.update_size)
 
     def stacks(self, updates, micro_batches=None):
-        """The same examples, one `(x, y)` per update, each array `[micro_batches, batch_size, ...]`."""
+        """The same examples, one `(x, y)` per update, each array `[micro_batches, batch_size,
+        ...]`.
+        """
         if micro_batches:
             return dataclasses.replace(self, micro_batches=micro_batches).stacks(updates)
         x, y = self.arrays(updates)
@@ -84,7 +85,9 @@ class Workload:
         return list(zip(x.reshape(lead + x.shape[1:]), y.reshape(lead + y.shape[1:]), strict=True))
 
     def with_frozen_statistics(self):
-        """The same workload with BatchNorm in inference mode: nothing depends on how a batch is cut."""
+        """The same workload with BatchNorm in inference mode: nothing depends on how a batch is
+        cut.
+        """
 
         def build():
             model = self.build()
@@ -99,11 +102,15 @@ class Workload:
         """The same workload with that epsilon in its optimizer, if that has one."""
         if self.optimizer is _momentum:
             return self
-        return dataclasses.replace(self, optimizer=functools.partial(self.optimizer, epsilon=epsilon))
+        return dataclasses.replace(
+            self, optimizer=functools.partial(self.optimizer, epsilon=epsilon)
+        )
 
     @property
     def has_batch_statistics(self):
-        return any(isinstance(layer, keras.layers.BatchNormalization) for layer in self.model().layers)
+        return any(
+            isinstance(layer, keras.layers.BatchNormalization) for layer in self.model().layers
+        )
 
 
 def _mlp(widths, dropout=()):
@@ -116,7 +123,8 @@ def _convnet(dropout=()):
     """Three convolutions, each with BatchNorm, ReLU and pooling."""
     x = inputs = keras.Input((32, 32, 3))
     for filters in _size((32, 64, 128), (8, 8, 8)):
-        # Without a bias: BatchNorm cancels it, so that its gradient is rounding noise, on which no two programs agree.
+        # Without a bias: BatchNorm cancels it, so that its gradient is rounding noise, on which no
+        # two programs agree.
         x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
         x = keras.layers.BatchNormalization()(x)
         x = keras.layers.ReLU()(x)
@@ -157,9 +165,13 @@ def _conv1d():
 def _resnet20():
     """He et al. 2015 for CIFAR-10: three stages of three blocks."""
     widths = [
-        (filters, 2 if stage and not block else 1) for stage, filters in enumerate((16, 32, 64)) for block in range(3)
+        (filters, 2 if stage and not block else 1)
+        for stage, filters in enumerate((16, 32, 64))
+        for block in range(3)
     ]
-    blocks = [layer for filters, strides in widths for layer in (residual(filters, strides), kl.ReLU())]
+    blocks = [
+        layer for filters, strides in widths for layer in (residual(filters, strides), kl.ReLU())
+    ]
     return _classifier((32, 32, 3), [convolved(16), *_size(blocks, blocks[:2])])
 
 
@@ -180,11 +192,15 @@ def _vectors(generator, examples):
 
 
 def _images(generator, examples):
-    return generator.normal(size=(examples, 32, 32, 3)).astype("float32"), _labels(generator, examples)
+    return generator.normal(size=(examples, 32, 32, 3)).astype("float32"), _labels(
+        generator, examples
+    )
 
 
 def _series(generator, examples):
-    return generator.normal(size=(examples, 256, 12)).astype("float32"), _labels(generator, examples)
+    return generator.normal(size=(examples, 256, 12)).astype("float32"), _labels(
+        generator, examples
+    )
 
 
 def _pixels(generator, examples):
@@ -208,7 +224,13 @@ def _hub_gpt2():
     """KerasHub's GPT-2 of 200,000 parameters, without dropout."""
     import keras_hub
 
-    sizes = {"vocabulary_size": 1000, "num_layers": 2, "num_heads": 4, "hidden_dim": 64, "intermediate_dim": 256}
+    sizes = {
+        "vocabulary_size": 1000,
+        "num_layers": 2,
+        "num_heads": 4,
+        "hidden_dim": 64,
+        "intermediate_dim": 256,
+    }
     backbone = keras_hub.models.GPT2Backbone(**sizes, dropout=0.0, max_sequence_length=128)
     return keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
 
@@ -293,12 +315,15 @@ GPT_32K = Workload(
 )
 
 # Small models as people first try them.
-GPT_NANO = dataclasses.replace(GPT, name="GPT nano", build=lambda: fa.gpt(preset="nano", context=128))
+GPT_NANO = dataclasses.replace(
+    GPT, name="GPT nano", build=lambda: fa.gpt(preset="nano", context=128)
+)
 HUB_GPT2 = dataclasses.replace(GPT, name="KerasHub GPT-2", build=_hub_gpt2, draw=_padded_tokens)
 
 ALL = (MLP_128, MLP_2048, CONVNET, GPT)
 
-# Other convolutional networks; their convolutions have no bias where BatchNorm follows, as in the ConvNet.
+# Other convolutional networks; their convolutions have no bias where BatchNorm follows, as in the
+# ConvNet.
 CONVOLUTIONAL = tuple(
     Workload(
         name,
@@ -311,7 +336,8 @@ CONVOLUTIONAL = tuple(
         step_updates=1,
         rounds=3,
         steps_per_execution=(10,),
-        # One of the MobileNet's weights is 2.8% from float64 in any program, so that two may be twice that apart.
+        # One of the MobileNet's weights is 2.8% from float64 in any program, so that two may be
+        # twice that apart.
         movement=6e-2 if name == "MobileNet" else MOVEMENT_TOLERANCE,
     )
     for name, batch_size, build, draw, optimizer in (
@@ -338,7 +364,9 @@ def named(name):
     >>> named("GPT 32k").update_size
     16
     """
-    return {workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K, GPT_NANO, HUB_GPT2)}[name]
+    return {
+        workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K, GPT_NANO, HUB_GPT2)
+    }[name]
 
 
 def with_logits(name):
@@ -347,12 +375,15 @@ def with_logits(name):
 
 
 def divided(name, micro_batches, examples=64):
-    """The workload of this name with updates of `examples` examples, in `micro_batches` micro-batches.
+    """The workload of this name with updates of `examples` examples, in `micro_batches`
+    micro-batches.
 
     >>> divided("GPT", 16).batch_size
     4
     """
-    return dataclasses.replace(named(name), micro_batches=micro_batches, batch_size=examples // micro_batches)
+    return dataclasses.replace(
+        named(name), micro_batches=micro_batches, batch_size=examples // micro_batches
+    )
 
 
 def gpt_of_depth(layers, stacked):
@@ -366,7 +397,9 @@ def gpt_of_depth(layers, stacked):
 
 
 def gpt_of_length(tokens):
-    """A GPT of width 128 with 2 layers on windows of `tokens` tokens, 2 x 4,096 tokens in an update."""
+    """A GPT of width 128 with 2 layers on windows of `tokens` tokens, 2 x 4,096 tokens in an
+    update.
+    """
     return dataclasses.replace(
         GPT,
         micro_batches=2,

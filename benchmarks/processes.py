@@ -29,11 +29,10 @@ _SPAWN = multiprocessing.get_context("spawn")
 class Footprint:
     """What a workload's train step takes.
 
-    Args:
-        first_step: seconds to trace, compile and run it once, in a process that has compiled nothing before.
-        temp_bytes: what XLA plans beside arguments and results.
-        process_bytes: the most memory that the process held, data and TensorFlow included.
-        flops: floating-point operations of one update that no implementation avoids.
+    Args: first_step: seconds to trace, compile and run it once, in a process that has compiled
+        nothing before. temp_bytes: what XLA plans beside arguments and results. process_bytes: the
+        most memory that the process held, data and TensorFlow included. flops: floating-point
+        operations of one update that no implementation avoids.
     """
 
     first_step: float
@@ -43,7 +42,9 @@ class Footprint:
 
 
 class Contestant:
-    """fastaccum's train step on the workload `make(*arguments)`, in whatever process makes this object."""
+    """fastaccum's train step on the workload `make(*arguments)`, in whatever process makes this
+    object.
+    """
 
     def __init__(self, make, *arguments):
         self.workload = make(*arguments)
@@ -75,22 +76,25 @@ class Contestant:
         loss = float(loss)
         elapsed = time.perf_counter() - started
         if not np.isfinite(loss):
-            raise FloatingPointError(f"the loss of {self.workload.name} is {loss}: what was timed is not training.")
+            raise FloatingPointError(
+                f"the loss of {self.workload.name} is {loss}: what was timed is not training."
+            )
         return elapsed
 
 
 class Peer:
-    """The train step that `benchmarks.peers.<module>.<function>` makes, in whatever process makes this object.
+    """The train step that `benchmarks.peers.<module>.<function>` makes, in whatever process makes
+    this object.
 
-    Args:
-        module, function: by name, so that the suite's own process need not import the peer's framework.
-        workload: the name of one of `models.ALL`.
-        epsilon: of the optimizer.
+    Args: module, function: by name, so that the suite's own process need not import the peer's
+        framework. workload: the name of one of `models.ALL`. epsilon: of the optimizer.
     """
 
     def __init__(self, module, function, workload, epsilon):
         self.workload = next(w for w in models.ALL if w.name == workload).with_epsilon(epsilon)
-        self.train_step = getattr(importlib.import_module(f"benchmarks.peers.{module}"), function)(self.workload)
+        self.train_step = getattr(importlib.import_module(f"benchmarks.peers.{module}"), function)(
+            self.workload
+        )
 
     def outcome(self):
         """Where training goes, from the initial weights."""
@@ -106,7 +110,8 @@ class Peer:
 
 
 class Replicas:
-    """fastaccum's train steps on the same workload under MirroredStrategy, with slots on each device and shared out.
+    """fastaccum's train steps on the same workload under MirroredStrategy, with slots on each
+    device and shared out.
 
     Args:
         workload: the name of one of `models.ALL`; it is trained by AdamW.
@@ -115,7 +120,9 @@ class Replicas:
 
     def __init__(self, workload, devices):
         (cpu,) = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+        tf.config.set_logical_device_configuration(
+            cpu, [tf.config.LogicalDeviceConfiguration()] * devices
+        )
         self.workload = dataclasses.replace(models.named(workload), optimizer=models.adamw)
         self.train_steps = {}
         for shard_optimizer in (False, True):
@@ -129,7 +136,9 @@ class Replicas:
 
     def prepare(self, updates):
         """Feeds the data of a block of `updates` updates."""
-        self.blocks = {shard: step.block(self.workload, updates) for shard, step in self.train_steps.items()}
+        self.blocks = {
+            shard: step.block(self.workload, updates) for shard, step in self.train_steps.items()
+        }
 
     def run(self, shard_optimizer):
         """Runs the block; returns its last loss."""
@@ -152,7 +161,9 @@ def _start_process():
 
 
 def _end_with_parent():
-    """Ends this process when the one that started it is gone, as a suite is that was killed for its time."""
+    """Ends this process when the one that started it is gone, as a suite is that was killed for its
+    time.
+    """
 
     def wait():
         multiprocessing.parent_process().join()
@@ -163,7 +174,9 @@ def _end_with_parent():
 
 @contextlib.contextmanager
 def _importable():
-    """Within the scope, a new process finds this package: it gets the path of this one, which pytest may leave bare."""
+    """Within the scope, a new process finds this package: it gets the path of this one, which
+    pytest may leave bare.
+    """
     # Last, so that no folder of the root hides an installed package.
     sys.path.append(_ROOT)
     try:
@@ -176,8 +189,8 @@ def _importable():
 def contestants_of(points):
     """Contestants, each in a process of its own, by their place on an axis.
 
-    Args:
-        points: `{place: (make, *arguments)}`; the function is one of `benchmarks.models`, known by its name there.
+    Args: points: `{place: (make, *arguments)}`; the function is one of `benchmarks.models`, known
+        by its name there.
 
     Yields:
         `{place: contestant}`; all processes end with the scope.
@@ -197,7 +210,9 @@ def _alone(kind, *arguments):
 
 
 def peer(*arguments):
-    """A `Peer` in a process of its own, where its framework's threads wait for no others; it ends with the scope."""
+    """A `Peer` in a process of its own, where its framework's threads wait for no others; it ends
+    with the scope.
+    """
     return _alone("Peer", *arguments)
 
 
@@ -213,11 +228,11 @@ def in_new_process(function, *arguments):
 
 
 def take_turns(benchmark, contestants, rounds, updates=1):
-    """Times every contestant once a round, in an order that rotates, and the matmul rate beside them.
+    """Times every contestant once a round, in an order that rotates, and the matmul rate beside
+    them.
 
-    Returns:
-        `{place: [seconds an update, one per round]}`, and the best FLOP/s of a matmul; with `--benchmark-disable`
-        there is one round.
+    Returns: `{place: [seconds an update, one per round]}`, and the best FLOP/s of a matmul; with
+        `--benchmark-disable` there is one round.
     """
     order, times, rates = list(contestants), {place: [] for place in contestants}, []
 

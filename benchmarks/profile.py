@@ -1,7 +1,7 @@
 """Where the time of a train step goes: `python -m benchmarks.profile "MLP 128"`.
 
-Runs a workload's fused step under TensorFlow's profiler, and prints the time of its kernels by phase and by kind, then
-the longest kernels, each with the operation that XLA made it from.
+Runs a workload's fused step under TensorFlow's profiler, and prints the time of its kernels by
+phase and by kind, then the longest kernels, each with the operation that XLA made it from.
 """
 
 import argparse
@@ -17,8 +17,15 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from benchmarks import contestants, models
 
 # The first that an operation's name holds; XLA keeps the name scopes of the step.
-PHASES = {"gradient_tape": "backward", "backward": "backward"} | {p: p for p in ("forward", "accumulate", "update")}
-KINDS = {"dot": "matmul", "convolution": "convolution", "reduce": "reduction", "reduce-window": "reduction"}
+PHASES = {"gradient_tape": "backward", "backward": "backward"} | {
+    p: p for p in ("forward", "accumulate", "update")
+}
+KINDS = {
+    "dot": "matmul",
+    "convolution": "convolution",
+    "reduce": "reduction",
+    "reduce-window": "reduction",
+}
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = .*? ([\w-]+)\(")
 OPERATION = re.compile(r'op_name="([^"]*)"')
 
@@ -43,13 +50,17 @@ def main():
     print(f"{workload.name}: {1e3 * wall:.3f} ms an update")
     for (phase, kind), seconds in totals.most_common():
         print(f"{1e3 * seconds:10.3f} ms  {phase:10}  {kind}")
-    print(f"{1e3 * (wall - sum(kernels.values())):10.3f} ms  {'between':10}  dispatch, threads, loop\n")
+    print(
+        f"{1e3 * (wall - sum(kernels.values())):10.3f} ms  {'between':10}  dispatch, threads, "
+        "loop\n"
+    )
     for name, seconds in collections.Counter(kernels).most_common(options.top):
         print(f"{1e3 * seconds:10.3f} ms  {name:40}  {made_from[name][1][-90:]}")
 
 
 def operations(hlo):
-    """The opcode and the operation's name behind each instruction of a program that runs as a kernel of its own.
+    """The opcode and the operation's name behind each instruction of a program that runs as a
+    kernel of its own.
 
     >>> operations('%sum.1 = f32[] reduce(%a, %b), metadata={op_name="forward/Sum"}')
     {'sum.1': ('reduce', 'forward/Sum')}
@@ -88,7 +99,9 @@ def kernel_times(update, updates):
     for plane in space.planes:
         for line in plane.lines:
             for event in line.events:
-                kernels[plane.event_metadata[event.metadata_id].name] += event.duration_ps / 1e12 / updates
+                kernels[plane.event_metadata[event.metadata_id].name] += (
+                    event.duration_ps / 1e12 / updates
+                )
     return wall / updates, kernels
 
 

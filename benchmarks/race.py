@@ -7,7 +7,8 @@ import time
 def race(benchmark, ours, others, rounds):
     """Times `ours` with pytest-benchmark and, in the same rounds, each of `others`.
 
-    A round calls every contestant once; the order of the others rotates, so none has a fixed predecessor.
+    A round calls every contestant once; the order of the others rotates, so none has a fixed
+    predecessor.
 
     Args:
         benchmark: pytest-benchmark's fixture.

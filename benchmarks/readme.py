@@ -1,4 +1,6 @@
-"""Rewrites the measured tables of README.md and of the documentation from a run of the benchmarks."""
+"""Rewrites the measured tables of README.md and of the documentation from a run of the
+benchmarks.
+"""
 
 import pathlib
 import re
@@ -6,16 +8,33 @@ import re
 from benchmarks.scores import number
 
 ROOT = pathlib.Path(__file__).parent.parent
-WORKLOADS = ("MLP 128", "MLP 2048", "GPT", "GPT 32k", "ConvNet", "Conv1D", "ResNet20", "MobileNet", "U-Net")
+WORKLOADS = (
+    "MLP 128",
+    "MLP 2048",
+    "GPT",
+    "GPT 32k",
+    "ConvNet",
+    "Conv1D",
+    "ResNet20",
+    "MobileNet",
+    "U-Net",
+)
 
-# The measure, and what the tables call it. README.md has those against others, docs/performance.md what ours costs.
+# The measure, and what the tables call it. README.md has those against others, docs/performance.md
+# what ours costs.
 AGAINST_OTHERS = {
     "fit: Keras GA default / ours": "`fit`: Keras 3's accumulation, its defaults / ours",
     "fit: Keras GA best tuned / ours": "`fit`: Keras 3's accumulation, tuned / ours",
-    "fit: Keras GA best tuned / ours tuned": "`fit`: Keras 3's accumulation, tuned / ours with 10 steps per execution",
+    "fit: Keras GA best tuned / ours tuned": (
+        "`fit`: Keras 3's accumulation, tuned / ours with 10 steps per execution"
+    ),
     "fit: gradient-accumulator / ours": "`fit`: tf-keras with `gradient-accumulator` / ours",
-    "fit with Dropout: Keras GA, jit / ours": "`fit` with Dropout: Keras 3's accumulation, with XLA / ours",
-    "fit with Dropout: Keras GA, no jit / ours": "`fit` with Dropout: Keras 3's accumulation, without XLA / ours",
+    "fit with Dropout: Keras GA, jit / ours": (
+        "`fit` with Dropout: Keras 3's accumulation, with XLA / ours"
+    ),
+    "fit with Dropout: Keras GA, no jit / ours": (
+        "`fit` with Dropout: Keras 3's accumulation, without XLA / ours"
+    ),
     "train step: eager loop / ours": "train step: hand-written eager loop / ours",
     "train step: tf.function loop / ours": "train step: hand-written `tf.function` loop / ours",
     "train step: full batch XLA / ours": "train step: one XLA step on the full batch / ours",
@@ -51,7 +70,8 @@ KERNELS = (
 
 
 def update(scores):
-    """Puts the scores of a run between the markers `<!-- measured -->` and `<!-- end -->` of the three files.
+    """Puts the scores of a run between the markers `<!-- measured -->` and `<!-- end -->` of the
+    three files.
 
     Returns the measures of the tables that the run has no figure for; they have no row.
     """
@@ -63,8 +83,14 @@ def update(scores):
 
 
 def by_workload(measures, scores):
-    """A row for each of `measures`, a column for each workload; those without any figure are left out."""
-    values = {(score.measure, score.workload): number(score.value) for score in scores if score.measure in measures}
+    """A row for each of `measures`, a column for each workload; those without any figure are left
+    out.
+    """
+    values = {
+        (score.measure, score.workload): number(score.value)
+        for score in scores
+        if score.measure in measures
+    }
     workloads = [workload for workload in WORKLOADS if any(w == workload for _, w in values)]
     rows = [["", *workloads], ["---"] * (1 + len(workloads))]
     for measure, words in measures.items():
@@ -76,7 +102,9 @@ def by_workload(measures, scores):
 
 def kernels(scores):
     """A row for each kernel's measure and size."""
-    found = sorted((s for s in scores if s.measure in KERNELS), key=lambda s: KERNELS.index(s.measure))
+    found = sorted(
+        (s for s in scores if s.measure in KERNELS), key=lambda s: KERNELS.index(s.measure)
+    )
     rows = [[score.measure, score.workload, number(score.value), score.note] for score in found]
     return _table([["measure", "on", "figure", ""], ["---"] * 4, *rows])
 
@@ -88,8 +116,13 @@ def _table(rows):
 def _replace(path, table):
     before = path.read_text()
     after, count = re.subn(
-        r"(?s)(<!-- measured -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}\n{table}\n\n{found[2]}", before
+        r"(?s)(<!-- measured -->\n).*?(<!-- end -->)",
+        lambda found: f"{found[1]}\n{table}\n\n{found[2]}",
+        before,
     )
     if count != 1:
-        raise ValueError(f"{path.name} has {count} places between <!-- measured --> and <!-- end -->; it needs one.")
+        raise ValueError(
+            f"{path.name} has {count} places between <!-- measured --> and <!-- end -->; it "
+            "needs one."
+        )
     path.write_text(after)

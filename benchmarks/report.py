@@ -1,4 +1,6 @@
-"""Writes a run of the benchmarks up: a folder in benchmarks/results/ with the report, its charts and the run itself."""
+"""Writes a run of the benchmarks up: a folder in benchmarks/results/ with the report, its charts
+and the run itself.
+"""
 
 import datetime
 import json
@@ -12,7 +14,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 def write(run, folder=None):
     """Writes `README.md`, the charts and `run.json` to `folder`; returns the folder.
 
-    By default `folder` is named after the run's date and device, and after what it left out: a part of the
+    By default `folder` is named after the run's date and device, and after what it left out: a part
+        of the
     benchmarks does not take the place of a whole run.
     """
     from benchmarks import charts  # needs matplotlib, which is optional
@@ -25,7 +28,9 @@ def write(run, folder=None):
 
 
 def folder_name(run):
-    """`2026-11-21-2-cores`; `2026-11-21-2-cores-quick`; `2026-11-21-2-cores-fit` for a run of one suite."""
+    """`2026-11-21-2-cores`; `2026-11-21-2-cores-quick`; `2026-11-21-2-cores-fit` for a run of one
+    suite.
+    """
     parts = [f"{datetime.datetime.fromisoformat(run['datetime']):%Y-%m-%d}", device(run)[1]]
     if run.get("quick"):
         parts.append("quick")
@@ -67,7 +72,11 @@ weights (with BatchNorm, the full batch in inference mode), kernels have compute
 
 def _suites(run):
     """What ran, and by name what did not."""
-    lines = ["Each suite ran in a process of its own." if "suites" in run else "All suites ran in one process."]
+    lines = [
+        "Each suite ran in a process of its own."
+        if "suites" in run
+        else "All suites ran in one process."
+    ]
     if run.get("quick"):
         lines.append("Quick: of the workloads only the smallest, in few rounds.")
     if run.get("left_out"):

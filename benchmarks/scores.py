@@ -1,4 +1,6 @@
-"""The figures of a run: rows of the result table, the bar that each must reach, and how they are written."""
+"""The figures of a run: rows of the result table, the bar that each must reach, and how they are
+written.
+"""
 
 import dataclasses
 import operator
@@ -58,7 +60,9 @@ COMMON_BARS = {
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """One figure: what was measured, on which workload, and what the figure needs beside it to be read."""
+    """One figure: what was measured, on which workload, and what the figure needs beside it to be
+    read.
+    """
 
     measure: str
     workload: str
@@ -97,13 +101,19 @@ def number(value):
 
 
 def ratio(numerators, denominators):
-    """The median of the ratios round by round: a slow moment of the machine slows both sides of a round."""
+    """The median of the ratios round by round: a slow moment of the machine slows both sides of a
+    round.
+    """
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def milliseconds(times, updates):
-    """For a note: the median time of one update, and that of the fastest round, which other loads disturbed least."""
-    median, fastest = (1e3 * seconds / updates for seconds in (statistics.median(times), min(times)))
+    """For a note: the median time of one update, and that of the fastest round, which other loads
+    disturbed least.
+    """
+    median, fastest = (
+        1e3 * seconds / updates for seconds in (statistics.median(times), min(times))
+    )
     return f"{median:.3g} (fastest {fastest:.3g}) ms an update"
 
 
@@ -112,9 +122,12 @@ def markdown(scores):
     rows = [("measure", "workload", "figure", "bar", "", "note")]
     for score in scores:
         bar = f"{score.bar[0]} {score.bar[1]:g}" if score.bar else ""
-        rows.append((score.measure, score.workload, f"{score.value:.4g}", bar, score.verdict, score.note))
+        rows.append(
+            (score.measure, score.workload, f"{score.value:.4g}", bar, score.verdict, score.note)
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, tuple("-" * width for width in widths))
     return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |"
+        for row in rows
     )

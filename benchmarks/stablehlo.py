@@ -1,4 +1,6 @@
-"""The program of a trainer's step as StableHLO, and which of its arguments and results the variables are."""
+"""The program of a trainer's step as StableHLO, and which of its arguments and results the
+variables are.
+"""
 
 import io
 import sys
@@ -11,7 +13,9 @@ import hlo as hlo  # kept for other modules here
 
 
 def of_train_step(trainer, stack):
-    """The parsed module, and the variables among its arguments, in order: they follow the stack's tensors."""
+    """The parsed module, and the variables among its arguments, in order: they follow the stack's
+    tensors.
+    """
     exported = trainer.compiler_ir(stack, stage="stablehlo_serialized")
     step, batch = trainer._step_inputs.prepare(stack)
     signature = step.compiled_execute.function.get_concrete_function(batch)

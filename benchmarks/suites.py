@@ -1,4 +1,6 @@
-"""Runs suites, each in a process of its own: programs run slower late in a process that has run many."""
+"""Runs suites, each in a process of its own: programs run slower late in a process that has run
+many.
+"""
 
 import ast
 import collections
@@ -17,7 +19,14 @@ ROOT = FOLDER.parent
 QUICK = ("fit", "memory", "overhead", "steps_per_execution", "train_step")
 
 # Without the doctests, which are not part of a suite.
-PYTEST = ["-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "-o", "addopts=--import-mode=importlib"]
+PYTEST = [
+    "-p",
+    "no:cacheprovider",
+    "-c",
+    ROOT / "pyproject.toml",
+    "-o",
+    "addopts=--import-mode=importlib",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +61,11 @@ def run(name, path, scratch, quick=False):
     """Runs the suite `path` and returns its `Result`; its files go to the folder `scratch`."""
     timings, outcomes = scratch / f"{name}.json", scratch / f"{name}.xml"
     command = [sys.executable, "-m", "pytest", "-q", path, *PYTEST]
-    command += [f"--benchmark-json={timings}", f"--junitxml={outcomes}", *(["--quick"] if quick else [])]
+    command += [
+        f"--benchmark-json={timings}",
+        f"--junitxml={outcomes}",
+        *(["--quick"] if quick else []),
+    ]
     started = time.monotonic()
     done = subprocess.run(
         list(map(str, command)),
@@ -89,8 +102,9 @@ def by_reason(tests):
 def merge(results, left_out=(), quick=False):
     """One run out of those of all suites, in the form of pytest-benchmark's JSON.
 
-    Machine, commit and time are those of the first suite that measured something. Every benchmark gets its
-    `"suite"`; `"suites"` holds how each ended, `"left_out"` the names of those that were not asked for.
+    Machine, commit and time are those of the first suite that measured something. Every benchmark
+    gets its `"suite"`; `"suites"` holds how each ended, `"left_out"` the names of those that were
+    not asked for.
 
     Raises:
         ValueError: if no suite measured anything.
@@ -98,10 +112,16 @@ def merge(results, left_out=(), quick=False):
     measured = [result for result in results if result.run]
     if not measured:
         raise ValueError("no suite measured anything, so there is nothing to report.")
-    benchmarks = [{"suite": result.name, **benchmark} for result in measured for benchmark in result.run["benchmarks"]]
+    benchmarks = [
+        {"suite": result.name, **benchmark}
+        for result in measured
+        for benchmark in result.run["benchmarks"]
+    ]
     for benchmark in benchmarks:
         # Every single timing: megabytes, and the statistics are there.
-        benchmark["stats"] = {key: value for key, value in benchmark["stats"].items() if key != "data"}
+        benchmark["stats"] = {
+            key: value for key, value in benchmark["stats"].items() if key != "data"
+        }
     ended = {
         result.name: {
             "seconds": round(result.seconds, 1),
@@ -121,7 +141,8 @@ def merge(results, left_out=(), quick=False):
 
 
 def _outcomes(suite, path):
-    """The number of tests that passed, and `{test: reason}` of those that were skipped and that failed.
+    """The number of tests that passed, and `{test: reason}` of those that were skipped and that
+    failed.
 
     A suite that is skipped, or fails, as a whole is reported as a test of its own name.
     """
@@ -131,7 +152,11 @@ def _outcomes(suite, path):
         trouble = {kind: case.find(kind) for kind in ("skipped", "failure", "error")}
         if trouble["skipped"] is not None:
             skipped[test] = _reason(trouble["skipped"])
-        elif (wrong := next((t for t in (trouble["failure"], trouble["error"]) if t is not None), None)) is not None:
+        elif (
+            wrong := next(
+                (t for t in (trouble["failure"], trouble["error"]) if t is not None), None
+            )
+        ) is not None:
             failed[test] = _reason(wrong)
         else:
             passed += 1
@@ -144,5 +169,7 @@ def _reason(element):
     if message == "collection skipped":  # the text is the repr of (path, line, reason)
         message = ast.literal_eval(text)[2].removeprefix("Skipped: ")
     elif message == "collection failure":
-        message = next((line[2:].strip() for line in text.splitlines() if line.startswith("E ")), message)
+        message = next(
+            (line[2:].strip() for line in text.splitlines() if line.startswith("E ")), message
+        )
     return message.splitlines()[0] if message else "no reason given"

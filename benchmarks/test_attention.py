@@ -1,4 +1,6 @@
-"""Causal attention, forward and backward, against the unfused expression: time, and XLA's temp memory."""
+"""Causal attention, forward and backward, against the unfused expression: time, and XLA's temp
+memory.
+"""
 
 import dataclasses
 import statistics
@@ -64,7 +66,9 @@ def test_attention(benchmark, report):
     sizes = Sizes(512 if benchmark.disabled else 2048)
     arguments = sizes.arguments()
     programs = {"ours": with_gradients(ours), "unfused": with_gradients(unfused)}
-    for got, expected in zip(programs["ours"](*arguments), programs["unfused"](*arguments), strict=True):
+    for got, expected in zip(
+        programs["ours"](*arguments), programs["unfused"](*arguments), strict=True
+    ):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
     def timed(name):
@@ -72,7 +76,9 @@ def test_attention(benchmark, report):
 
     times = race(benchmark, timed("ours"), {"unfused": timed("unfused")}, ROUNDS)
     if times:
-        note = ", ".join(f"{name} {1e3 * statistics.median(times[name]):.3g} ms" for name in programs)
+        note = ", ".join(
+            f"{name} {1e3 * statistics.median(times[name]):.3g} ms" for name in programs
+        )
         report("attention: time / unfused", sizes, ratio(times["ours"], times["unfused"]), note)
 
 

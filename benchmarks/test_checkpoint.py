@@ -1,7 +1,9 @@
 """What saving every 50 steps costs a `fit`.
 
-Each round trains one trainer for 50 steps with a checkpoint, and for 50 without. The checkpoint falls on the last step,
-so that `fit` waits for all of its write: in a longer training most of it happens beside the next steps.
+Each round trains one trainer for 50 steps with a checkpoint, and for 50 without. The checkpoint
+falls on the last step,
+so that `fit` waits for all of its write: in a longer training most of it happens beside the next
+    steps.
 """
 
 import shutil
@@ -31,7 +33,17 @@ def test_saving(workload, benchmark, report, tmp_path):
 
     plain()
     # A GPT's round takes minutes, and says as much as many of an MLP's.
-    times = race(benchmark, saving, {"plain": plain}, 3 if workload is models.GPT else workload.rounds)
+    times = race(
+        benchmark, saving, {"plain": plain}, 3 if workload is models.GPT else workload.rounds
+    )
     if times:
-        note = f"saving {milliseconds(times['ours'], updates)}, plain {milliseconds(times['plain'], updates)}"
-        report(f"fit, saving every {EVERY} steps / not", workload, ratio(times["ours"], times["plain"]), note)
+        note = (
+            f"saving {milliseconds(times['ours'], updates)}, plain "
+            f"{milliseconds(times['plain'], updates)}"
+        )
+        report(
+            f"fit, saving every {EVERY} steps / not",
+            workload,
+            ratio(times["ours"], times["plain"]),
+            note,
+        )

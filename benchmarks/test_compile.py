@@ -1,9 +1,13 @@
 """How many programs one epoch of `fit` compiles when everything varies that may.
 
-The epoch has batches of varying size, a short last stack and a callback that moves the learning rate. Programs are
-counted by the calls of a layer's Python code: tracing a program calls it, running one does not. How many calls one
-program takes is measured first, with epochs that need one program and two. With batch statistics only the last
-stack is short: padded rows would enter the statistics, so every new size of a batch needs a program there.
+The epoch has batches of varying size, a short last stack and a callback that moves the learning
+rate. Programs are
+counted by the calls of a layer's Python code: tracing a program calls it, running one does not. How
+    many calls one
+program takes is measured first, with epochs that need one program and two. With batch statistics
+only the last
+stack is short: padded rows would enter the statistics, so every new size of a batch needs a program
+    there.
 """
 
 import types
@@ -37,14 +41,18 @@ def test_programs_in_a_ragged_epoch(kind, benchmark, report):
     assert per_program > 0, "the probe saw no second program, so it counts nothing"
     ragged = benchmark.pedantic(calls_in_fit, (kind, [EPOCHS[kind]]), rounds=1)
     programs = 1 + (ragged - one) / per_program
-    report(f"programs compiled in a ragged epoch, {kind}", types.SimpleNamespace(name="MLP"), programs)
+    report(
+        f"programs compiled in a ragged epoch, {kind}", types.SimpleNamespace(name="MLP"), programs
+    )
 
 
 def calls_in_fit(kind, epochs):
     """How often `fit` calls the probe, over epochs of batches of these sizes."""
     probe = Probe()
     middle = [keras.layers.BatchNormalization()] if kind == "batch statistics" else []
-    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8), *middle, probe, keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((16,)), keras.layers.Dense(8), *middle, probe, keras.layers.Dense(1)]
+    )
     trainer = fa.Trainer(model, "adamw", "mse", gradient_accumulation_steps=ACCUMULATION)
     decay = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     before = probe.calls

@@ -1,4 +1,6 @@
-"""Linear cross-entropy, forward and backward, against the unfused layer and loss: time, and XLA's temp memory."""
+"""Linear cross-entropy, forward and backward, against the unfused layer and loss: time, and XLA's
+temp memory.
+"""
 
 import dataclasses
 import statistics
@@ -37,7 +39,9 @@ class Sizes:
 
 
 def unfused(hidden, kernel, labels):
-    """What a Keras model does: a Dense layer, then sparse categorical cross-entropy from its logits."""
+    """What a Keras model does: a Dense layer, then sparse categorical cross-entropy from its
+    logits.
+    """
     return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(hidden, kernel))
 
 
@@ -59,8 +63,12 @@ def test_linear_cross_entropy(benchmark, report):
     sizes = Sizes(4096, 16384, 64) if benchmark.disabled else Sizes(8192, 32768, 512)
     arguments = sizes.arguments()
     programs = {"ours": with_gradients(linear_cross_entropy), "unfused": with_gradients(unfused)}
-    temp = {name: memory_analysis(program, *arguments).temp_bytes for name, program in programs.items()}
-    for got, expected in zip(programs["ours"](*arguments), programs["unfused"](*arguments), strict=True):
+    temp = {
+        name: memory_analysis(program, *arguments).temp_bytes for name, program in programs.items()
+    }
+    for got, expected in zip(
+        programs["ours"](*arguments), programs["unfused"](*arguments), strict=True
+    ):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
     def timed(name):
@@ -75,4 +83,9 @@ def test_linear_cross_entropy(benchmark, report):
     )
     if times:
         note = f"{seconds(times['ours'])}, unfused {seconds(times['unfused'])}"
-        report("linear_cross_entropy: time / unfused", sizes, ratio(times["ours"], times["unfused"]), note)
+        report(
+            "linear_cross_entropy: time / unfused",
+            sizes,
+            ratio(times["ours"], times["unfused"]),
+            note,
+        )

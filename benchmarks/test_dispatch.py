@@ -1,7 +1,10 @@
-"""What a call of a compiled train step costs beyond its arithmetic, for models of many small variables.
+"""What a call of a compiled train step costs beyond its arithmetic, for models of many small
+variables.
 
-A dispatch of one step takes A + D, one of k steps in the same program k A + D, with A the arithmetic of a step and D
-the dispatch: Python, TensorFlow's handing of every variable to XLA and back. So D = (k T(1) - T(k)) / (k - 1).
+A dispatch of one step takes A + D, one of k steps in the same program k A + D, with A the
+arithmetic of a step and D
+the dispatch: Python, TensorFlow's handing of every variable to XLA and back. So D = (k T(1) - T(k))
+    / (k - 1).
 """
 
 import statistics
@@ -41,16 +44,30 @@ def test_dispatch(count, benchmark, report, series, request):
     times = race(benchmark, one, {"many": many}, workload.rounds)
     if times:
         pairs = list(zip(times["ours"], times["many"], strict=True))
-        dispatch = 1e3 * statistics.median((STEPS * single - of_many) / (STEPS - 1) for single, of_many in pairs)
-        note = f"a step alone {milliseconds(times['ours'], 1)}, one of {STEPS} {milliseconds(times['many'], STEPS)}"
+        dispatch = 1e3 * statistics.median(
+            (STEPS * single - of_many) / (STEPS - 1) for single, of_many in pairs
+        )
+        note = (
+            f"a step alone {milliseconds(times['ours'], 1)}, one of {STEPS} "
+            f"{milliseconds(times['many'], STEPS)}"
+        )
         report(f"dispatch at {count:,} variables, ms", workload, dispatch, note)
         line = "variables of 4 numbers"
         series("dispatch against variables", line, [count], [dispatch], "variables", "dispatch, ms")
-        series("first step against variables", line, [count], [first_step], "variables", "first step, s")
+        series(
+            "first step against variables",
+            line,
+            [count],
+            [first_step],
+            "variables",
+            "first step, s",
+        )
 
 
 def programs(trainer, workload):
-    """Calls of one step, and of STEPS steps in one dispatch, on the same stack; each waits for its loss."""
+    """Calls of one step, and of STEPS steps in one dispatch, on the same stack; each waits for its
+    loss.
+    """
     stack = contestants.feed_stack(workload.stacks(1)[0])
     # What `fit` calls with steps_per_execution=STEPS, without its input pipeline.
     step, batch = trainer._step_inputs.prepare(stack)

@@ -1,6 +1,8 @@
-"""Models with Dropout: ours and Keras's own accumulation in `fit`, and what the Dropout costs a step of ours.
+"""Models with Dropout: ours and Keras's own accumulation in `fit`, and what the Dropout costs a
+step of ours.
 
-Without XLA TensorFlow draws other numbers, so of Keras's two ways only that one can agree which "auto" takes for ours.
+Without XLA TensorFlow draws other numbers, so of Keras's two ways only that one can agree which
+"auto" takes for ours.
 """
 
 import pytest
@@ -30,6 +32,13 @@ def test_dropout(workload, benchmark, report):
         for jit in ("jit", "no jit"):
             name = f"Keras GA, {jit}"
             note = f"ours {notes['ours']}, theirs {notes[name]}"
-            report(f"fit with Dropout: {name} / ours", workload, ratio(times[name], times["ours"]), note)
+            report(
+                f"fit with Dropout: {name} / ours",
+                workload,
+                ratio(times[name], times["ours"]),
+                note,
+            )
         note = f"{notes['ours']}, without {notes['without']}"
-        report("fit: with Dropout / without", workload, ratio(times["ours"], times["without"]), note)
+        report(
+            "fit: with Dropout / without", workload, ratio(times["ours"], times["without"]), note
+        )

@@ -1,7 +1,9 @@
-"""The first update, and three epochs of 20 with all that they compile, each time in a new process: ours and Keras 3's
-accumulation, with the defaults of both; and ours once more where an earlier process has compiled the same programs.
+"""The first update, and three epochs of 20 with all that they compile, each time in a new process:
+ours and Keras 3's accumulation, with the defaults of both; and ours once more where an earlier
+process has compiled the same programs.
 
-Imports, data and the making of the model are not timed. The first of the 61 updates is a `fit` of its own.
+Imports, data and the making of the model are not timed. The first of the 61 updates is a `fit` of
+its own.
 """
 
 import functools
@@ -22,7 +24,8 @@ OURS, THEIRS = "benchmarks.contestants", "benchmarks.peers.keras_accumulation"
 
 
 def first_epochs(module, function, name, updates, **options):
-    """Trains the workload of this name for one update and `EPOCHS` epochs, by the `Fit` that `module.function` makes.
+    """Trains the workload of this name for one update and `EPOCHS` epochs, by the `Fit` that
+    `module.function` makes.
 
     Returns the seconds of the first update, those of all, and each epoch's loss.
     """
@@ -60,11 +63,17 @@ def test_first_minute(name, benchmark, report, tmp_path):
     )
     losses = {who: runs[0][2] for who, runs in found.items()}
     assert losses["ours"] == losses["ours, second process"]
-    # Of the first epoch alone: after 61 updates rounding has moved the ConvNet's loss by up to 3e-3 in any program.
+    # Of the first epoch alone: after 61 updates rounding has moved the ConvNet's loss by up to 3e-3
+    # in any program.
     assert losses["ours"][0] == pytest.approx(losses["theirs"][0], rel=1e-3)
     workload = models.named(name)
     for part, measure in enumerate(("first update", "first three epochs")):
         seconds = {who: statistics.median(run[part] for run in runs) for who, runs in found.items()}
         for who in ("ours", "ours, second process"):
             note = f"ours {seconds[who]:.2f} s, theirs {seconds['theirs']:.2f} s"
-            report(f"{measure}, cold: Keras GA default / {who}", workload, seconds["theirs"] / seconds[who], note)
+            report(
+                f"{measure}, cold: Keras GA default / {who}",
+                workload,
+                seconds["theirs"] / seconds[who],
+                note,
+            )

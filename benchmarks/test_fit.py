@@ -1,6 +1,7 @@
 """`fit` over one epoch, from NumPy arrays to the epoch's loss: ours and Keras 3's own accumulation.
 
-Keras runs with the defaults of `compile`, and tuned: the best of 1, 10 and 100 steps per execution, with and
+Keras runs with the defaults of `compile`, and tuned: the best of 1, 10 and 100 steps per execution,
+    with and
 without XLA. Ours runs with its defaults, and where epochs are long with 10 steps per
 execution. All train on the same examples in the same order, after a first
 `fit` that compiles.
@@ -29,7 +30,9 @@ def test_fit(workload, benchmark, report):
 
     our_outcome = agreement.outcome_of_fit(ours, workload)
     for name, peer in peers.items():
-        agreement.assert_agree(our_outcome, agreement.outcome_of_fit(peer, workload), name, workload.movement)
+        agreement.assert_agree(
+            our_outcome, agreement.outcome_of_fit(peer, workload), name, workload.movement
+        )
 
     updates = 1 if benchmark.disabled else workload.fit_updates
     x, y = workload.arrays(updates)
@@ -37,10 +40,18 @@ def test_fit(workload, benchmark, report):
     times = race(benchmark, lambda: ours.epoch(x, y), epochs, workload.rounds)
     if times:
         best = min(tuned, key=lambda name: statistics.median(times[name]))
-        note = f"ours {milliseconds(times['ours'], updates)}, theirs {milliseconds(times[DEFAULT], updates)}"
+        note = (
+            f"ours {milliseconds(times['ours'], updates)}, theirs "
+            f"{milliseconds(times[DEFAULT], updates)}"
+        )
         report("fit: Keras GA default / ours", workload, ratio(times[DEFAULT], times["ours"]), note)
         note = f"{best.removeprefix('Keras GA, ')}: {milliseconds(times[best], updates)}"
         report("fit: Keras GA best tuned / ours", workload, ratio(times[best], times["ours"]), note)
         if OURS_TUNED in times:
             note = f"ours with 10 steps/execution: {milliseconds(times[OURS_TUNED], updates)}"
-            report("fit: Keras GA best tuned / ours tuned", workload, ratio(times[best], times[OURS_TUNED]), note)
+            report(
+                "fit: Keras GA best tuned / ours tuned",
+                workload,
+                ratio(times[best], times[OURS_TUNED]),
+                note,
+            )

@@ -1,4 +1,6 @@
-"""The main job's train step with the kernels, against the same model with unfused attention and Keras's own loss."""
+"""The main job's train step with the kernels, against the same model with unfused attention and
+Keras's own loss.
+"""
 
 import dataclasses
 
@@ -49,14 +51,18 @@ def unfused():
 
 def trainer(model, loss):
     accumulation = NANO.micro_batches
-    return fa.Trainer(model, NANO.optimizer(), loss, gradient_accumulation_steps=accumulation, clip_norm=1.0)
+    return fa.Trainer(
+        model, NANO.optimizer(), loss, gradient_accumulation_steps=accumulation, clip_norm=1.0
+    )
 
 
 def test_main_job(benchmark, report):
     ours = contestants.as_train_step(trainer(NANO.model(), fa.LinearCrossEntropy()))
     before = contestants.as_train_step(unfused())
     agreement.assert_agree(
-        agreement.outcome_of_train_step(ours, NANO), agreement.outcome_of_train_step(before, NANO), "unfused"
+        agreement.outcome_of_train_step(ours, NANO),
+        agreement.outcome_of_train_step(before, NANO),
+        "unfused",
     )
     updates = 1 if benchmark.disabled else NANO.step_updates
     batches = [contestants.feed_stack(stack) for stack in NANO.stacks(updates)]
@@ -71,5 +77,8 @@ def test_main_job(benchmark, report):
 
     times = race(benchmark, block(ours), {"unfused": block(before)}, NANO.rounds)
     if times:
-        note = f"ours {milliseconds(times['ours'], updates)}, unfused {milliseconds(times['unfused'], updates)}"
+        note = (
+            f"ours {milliseconds(times['ours'], updates)}, unfused "
+            f"{milliseconds(times['unfused'], updates)}"
+        )
         report("train step: kernels / unfused", NANO, ratio(times["ours"], times["unfused"]), note)

@@ -1,6 +1,8 @@
-"""`fit` over one epoch: ours, and tf_keras with the `gradient-accumulator` package, from NumPy arrays to the loss.
+"""`fit` over one epoch: ours, and tf_keras with the `gradient-accumulator` package, from NumPy
+arrays to the loss.
 
-It asks for numpy <= 1.23.2, which current TensorFlow does not take, but runs with a newer one: hence `--no-deps`.
+It asks for numpy <= 1.23.2, which current TensorFlow does not take, but runs with a newer one:
+hence `--no-deps`.
 """
 
 import importlib
@@ -20,7 +22,8 @@ INSTALL = {
 }
 
 
-# Multilayer perceptrons: the GPT is a Keras 3 model, and tf_keras's BatchNorm keeps another variance.
+# Multilayer perceptrons: the GPT is a Keras 3 model, and tf_keras's BatchNorm keeps another
+# variance.
 @pytest.mark.parametrize("workload", [models.MLP_128, models.MLP_2048], ids=lambda w: w.name)
 def test_gradient_accumulator(workload, benchmark, report):
     for package, install in INSTALL.items():
@@ -33,7 +36,12 @@ def test_gradient_accumulator(workload, benchmark, report):
 
     updates = 1 if benchmark.disabled else workload.fit_updates
     x, y = workload.arrays(updates)
-    times = race(benchmark, lambda: ours.epoch(x, y), {NAME: lambda: theirs.epoch(x, y)}, workload.rounds)
+    times = race(
+        benchmark, lambda: ours.epoch(x, y), {NAME: lambda: theirs.epoch(x, y)}, workload.rounds
+    )
     if times:
-        note = f"ours {milliseconds(times['ours'], updates)}, theirs {milliseconds(times[NAME], updates)}"
+        note = (
+            f"ours {milliseconds(times['ours'], updates)}, theirs "
+            f"{milliseconds(times[NAME], updates)}"
+        )
         report(f"fit: {NAME} / ours", workload, ratio(times[NAME], times["ours"]), note)

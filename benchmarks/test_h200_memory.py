@@ -1,8 +1,11 @@
 """The memory that XLA plans for a step of the 1.3B-parameter GPT on an H200.
 
-Nothing of that size is held here: the variables are zeros in one shared buffer, and the step is compiled for a device
-that is only described. Peak memory is what the program needs on the device: arguments (the weights in float32, AdamW's
-two slots, the ids), results that are not written in place, and temp memory (accumulators, activations, workspaces).
+Nothing of that size is held here: the variables are zeros in one shared buffer, and the step is
+    compiled for a device
+that is only described. Peak memory is what the program needs on the device: arguments (the weights
+    in float32, AdamW's
+two slots, the ids), results that are not written in place, and temp memory (accumulators,
+activations, workspaces).
 """
 
 import types
@@ -22,7 +25,9 @@ def test_peak_memory_of_a_large_gpt(benchmark, report):
     ids = np.zeros((MICRO_BATCHES, BATCH_SIZE, CONTEXT), "int32")
     with h200.weightless():
         model = fa.gpt(preset="1.3b", layers=layers, dtype="mixed_float16")
-        trainer = fa.Trainer(model, keras.optimizers.AdamW(2e-4), fa.LinearCrossEntropy(), clip_norm=1.0)
+        trainer = fa.Trainer(
+            model, keras.optimizers.AdamW(2e-4), fa.LinearCrossEntropy(), clip_norm=1.0
+        )
         exported = h200.export_step(trainer, (ids, ids))
     _, memory = benchmark.pedantic(h200.compile_for_h200, (exported,), rounds=1)
     if benchmark.disabled:
@@ -31,6 +36,7 @@ def test_peak_memory_of_a_large_gpt(benchmark, report):
         "peak memory on an H200, GiB",
         types.SimpleNamespace(name="GPT 1.3B"),
         memory.peak_bytes / GIB,
-        f"{model.count_params() / 1e9:.3g} B parameters, {MICRO_BATCHES} x {BATCH_SIZE} x {CONTEXT:,} tokens: "
-        f"arguments {memory.argument_bytes / GIB:.3g}, temp {memory.temp_bytes / GIB:.3g}",
+        f"{model.count_params() / 1e9:.3g} B parameters, {MICRO_BATCHES} x {BATCH_SIZE} x "
+        f"{CONTEXT:,} tokens: arguments {memory.argument_bytes / GIB:.3g}, temp "
+        f"{memory.temp_bytes / GIB:.3g}",
     )

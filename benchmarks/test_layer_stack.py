@@ -1,7 +1,10 @@
-"""What a LayerStack costs and saves against the same transformer blocks unrolled, where nothing is recomputed.
+"""What a LayerStack costs and saves against the same transformer blocks unrolled, where nothing is
+recomputed.
 
-The first step is all of tracing, compiling and running forward and backward; the two depths are timed on new stacks in
-alternation. Temp memory is what XLA plans for that program: the batch is such that activations dominate, as in
+The first step is all of tracing, compiling and running forward and backward; the two depths are
+timed on new stacks in
+alternation. Temp memory is what XLA plans for that program: the batch is such that activations
+    dominate, as in
 training, and not the weights' gradients.
 """
 
@@ -80,7 +83,9 @@ def test_first_step(blocks, benchmark, report):
             seconds.append(seconds_of_first_step(blocks, depth))
 
     benchmark.pedantic(time_both, rounds=rounds)
-    note = ", ".join(f"{depth}: {sorted(seconds)[len(seconds) // 2]:.3g} s" for depth, seconds in times.items())
+    note = ", ".join(
+        f"{depth}: {sorted(seconds)[len(seconds) // 2]:.3g} s" for depth, seconds in times.items()
+    )
     report("LayerStack: first step, depth 48 / 4", blocks, ratio(times[48], times[4]), note)
 
 
@@ -94,9 +99,15 @@ def test_step(blocks, benchmark, report):
 
     times = race(benchmark, make("auto"), {"unrolled": make("reference")}, rounds=40)
     if times:
-        note = f"depth {depth}: {milliseconds(times['ours'], 1)}, unrolled {milliseconds(times['unrolled'], 1)}"
+        note = (
+            f"depth {depth}: {milliseconds(times['ours'], 1)}, unrolled "
+            f"{milliseconds(times['unrolled'], 1)}"
+        )
         report(
-            "LayerStack: step / unrolled without recomputation", blocks, ratio(times["ours"], times["unrolled"]), note
+            "LayerStack: step / unrolled without recomputation",
+            blocks,
+            ratio(times["ours"], times["unrolled"]),
+            note,
         )
 
 
@@ -104,11 +115,14 @@ def test_memory(benchmark, report):
     depth = 4 if benchmark.disabled else 48
 
     def temp(implementation, policy="auto"):
-        return memory_analysis(BLOCKS.program(depth, implementation, policy), BLOCKS.input()).temp_bytes
+        return memory_analysis(
+            BLOCKS.program(depth, implementation, policy), BLOCKS.input()
+        ).temp_bytes
 
     ours = benchmark.pedantic(temp, ["auto", "nothing_saveable"], rounds=1)
     default, unrolled = temp("auto"), temp("reference")
     note = (
-        f"depth {depth}, nothing_saveable: {ours / 1e6:.4g} MB, auto {default / 1e6:.4g}, unrolled {unrolled / 1e6:.4g}"
+        f"depth {depth}, nothing_saveable: {ours / 1e6:.4g} MB, auto {default / 1e6:.4g}, "
+        f"unrolled {unrolled / 1e6:.4g}"
     )
     report("LayerStack: temp memory / unrolled", BLOCKS, ours / unrolled, note)

@@ -1,8 +1,9 @@
 """What the program of one train step holds, and what it costs to build.
 
-Temp memory is what XLA plans for the compiled step, arguments and results aside. It must not grow with the
-number of micro-batches, and must stay within that of one plain micro-step (forward, backward and update on
-one micro-batch, no accumulation) plus the accumulators, 4 bytes a parameter in float32.
+Temp memory is what XLA plans for the compiled step, arguments and results aside. It must not grow
+with the number of micro-batches, and must stay within that of one plain micro-step (forward,
+backward and update on one micro-batch, no accumulation) plus the accumulators, 4 bytes a parameter
+in float32.
 """
 
 import time
@@ -43,7 +44,11 @@ def test_memory(workload, benchmark, report):
 
 def temp_bytes_of_train_step(workload, micro_batches):
     stack = workload.stacks(1, micro_batches)[0]
-    return contestants.trainer(workload, micro_batches, jit_compile=True).memory_analysis(stack).temp_bytes
+    return (
+        contestants.trainer(workload, micro_batches, jit_compile=True)
+        .memory_analysis(stack)
+        .temp_bytes
+    )
 
 
 def temp_bytes_of_plain_micro_step(workload):

@@ -1,12 +1,14 @@
-"""The train step: ours in TensorFlow, and gradient accumulation in JAX and in PyTorch, on the CPU in float32.
+"""The train step: ours in TensorFlow, and gradient accumulation in JAX and in PyTorch, on the CPU
+in float32.
 
-Each peer runs in a process of its own, taking turns with ours: in one process, PyTorch's threads and TensorFlow's
-fight for the cores (its GPT step took four times as long). It has its own test, so that one that is not installed hides
-no other. A timed block is as in `test_train_step`.
+Each peer runs in a process of its own, taking turns with ours: in one process, PyTorch's threads
+    and TensorFlow's
+fight for the cores (its GPT step took four times as long). It has its own test, so that one that is
+not installed hides no other. A timed block is as in `test_train_step`.
 
-Keras's Adam adds epsilon before it corrects the bias of the second moment (the "epsilon hat" of Kingma and Ba 2015),
-optax's and PyTorch's after, so that Keras's counts up to 32 times as much in the first steps. All train with one that
-is too small to matter.
+Keras's Adam adds epsilon before it corrects the bias of the second moment (the "epsilon hat" of
+Kingma and Ba 2015), optax's and PyTorch's after, so that Keras's counts up to 32 times as much in
+the first steps. All train with one that is too small to matter.
 """
 
 import importlib.util
@@ -35,7 +37,9 @@ WITHOUT_CONVOLUTIONS = {
 EPSILON = 1e-10
 
 
-@pytest.mark.parametrize("workload", [models.MLP_128, models.GPT, models.CONVNET], ids=lambda w: w.name)
+@pytest.mark.parametrize(
+    "workload", [models.MLP_128, models.GPT, models.CONVNET], ids=lambda w: w.name
+)
 @pytest.mark.parametrize("name", PEERS)
 def test_other_framework(name, workload, benchmark, report):
     if workload is models.CONVNET and name in WITHOUT_CONVOLUTIONS:
@@ -49,7 +53,10 @@ def test_other_framework(name, workload, benchmark, report):
         peer.prepare(updates)
         times = race(benchmark, ours.block(workload, updates), {name: peer.run}, workload.rounds)
     if times:
-        note = f"ours {milliseconds(times['ours'], updates)}, theirs {milliseconds(times[name], updates)}"
+        note = (
+            f"ours {milliseconds(times['ours'], updates)}, theirs "
+            f"{milliseconds(times[name], updates)}"
+        )
         report(f"train step: {name} / ours", workload, ratio(times[name], times["ours"]), note)
 
 
@@ -58,9 +65,18 @@ def module_and_function(name):
     packages, module, function = PEERS[name]
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            pytest.skip(f'{name}: {package} is not installed; pip install -c constraints.txt -e ".[bench]" adds it')
+            pytest.skip(
+                f"{name}: {package} is not installed; "
+                'pip install -c constraints.txt -e ".[bench]" adds it'
+            )
     if tf.config.list_physical_devices("GPU"):
-        pytest.skip(f"{name}: on the CPU alone, and TensorFlow would use a GPU here; benchmarks/gpu compares on one")
+        pytest.skip(
+            f"{name}: on the CPU alone, and TensorFlow would use a GPU here; benchmarks/gpu "
+            "compares on one"
+        )
     if name == "torch.compile" and not shutil.which(os.environ.get("CXX", "g++")):
-        pytest.skip("torch.compile: needs a C++ compiler; g++ is not installed, and CXX names no other compiler")
+        pytest.skip(
+            "torch.compile: needs a C++ compiler; g++ is not installed, and CXX names no other "
+            "compiler"
+        )
     return module, function

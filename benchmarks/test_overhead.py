@@ -39,5 +39,8 @@ def test_overhead(workload, benchmark, report):
 
     times = race(benchmark, lambda: fit.epoch(x, y), {"bare": bare}, 2 * workload.rounds)
     if times:
-        note = f"fit {milliseconds(times['ours'], updates)}, bare {milliseconds(times['bare'], updates)}"
+        note = (
+            f"fit {milliseconds(times['ours'], updates)}, bare "
+            f"{milliseconds(times['bare'], updates)}"
+        )
         report("fit / bare train step", workload, ratio(times["ours"], times["bare"]), note)

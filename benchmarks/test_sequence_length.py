@@ -16,7 +16,14 @@ def test_sequence_length(workload, benchmark, report, series):
 
     if not benchmark.disabled:
         shortest, *_, longest = lengths
-        note = f"{milliseconds(times[longest], 1)}, {shortest} tokens {milliseconds(times[shortest], 1)}"
+        note = (
+            f"{milliseconds(times[longest], 1)}, {shortest} tokens "
+            f"{milliseconds(times[shortest], 1)}"
+        )
         value = ratio(times[longest], times[shortest])
-        report(f"time per token: windows of {longest:,} tokens / {shortest:,}", workload, value, note)
-    axes.record(series, "sequence length", workload.name, footprints, times, rate, 2 * 4096, "token")
+        report(
+            f"time per token: windows of {longest:,} tokens / {shortest:,}", workload, value, note
+        )
+    axes.record(
+        series, "sequence length", workload.name, footprints, times, rate, 2 * 4096, "token"
+    )

@@ -1,4 +1,6 @@
-"""The train step on four logical CPU devices: the optimizer's slots shared out over them, and all slots on each."""
+"""The train step on four logical CPU devices: the optimizer's slots shared out over them, and all
+slots on each.
+"""
 
 import pytest
 
@@ -16,10 +18,13 @@ def test_shards(workload, benchmark, report):
         updates = 1 if benchmark.disabled else workload.step_updates
         replicas.prepare(updates)
         rounds = 3 * workload.rounds
-        times = race(benchmark, lambda: replicas.run(True), {REPLICATED: lambda: replicas.run(False)}, rounds)
+        times = race(
+            benchmark, lambda: replicas.run(True), {REPLICATED: lambda: replicas.run(False)}, rounds
+        )
     if times:
         note = (
-            f"shared out {milliseconds(times['ours'], updates)}, all on each {milliseconds(times[REPLICATED], updates)}"
+            f"shared out {milliseconds(times['ours'], updates)}, all on each "
+            f"{milliseconds(times[REPLICATED], updates)}"
         )
         report(
             "train step, 4 logical devices: slots shared out / all on each",

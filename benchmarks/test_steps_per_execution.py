@@ -1,4 +1,6 @@
-"""`fit` with several train steps in a dispatch: what it gains where a step takes about as long as its dispatch."""
+"""`fit` with several train steps in a dispatch: what it gains where a step takes about as long as
+its dispatch.
+"""
 
 import statistics
 
@@ -31,4 +33,11 @@ def test_steps_per_execution(workload, benchmark, report, series):
         report("steps per execution: 1 / 32", workload, ratio(times[1], times[32]), note)
         seconds = [statistics.median(times[count]) / UPDATES for count in counts]
         chart, label = "time per update in fit against steps per execution", "time per update, ms"
-        series(chart, workload.name, counts, [1e3 * each for each in seconds], "steps per execution", label)
+        series(
+            chart,
+            workload.name,
+            counts,
+            [1e3 * each for each in seconds],
+            "steps per execution",
+            label,
+        )

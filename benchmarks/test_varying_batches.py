@@ -1,8 +1,10 @@
-"""Five epochs of batches of other sizes, or of texts padded per batch to other lengths, in a new process each time:
-ours and Keras 3's accumulation, with the defaults of both and all that they compile.
+"""Five epochs of batches of other sizes, or of texts padded per batch to other lengths, in a new
+process each time: ours and Keras 3's accumulation, with the defaults of both and all that they
+compile.
 
-The batches come in another order in each epoch, in threes. Keras's update is a mean of the batches' means, another one
-where they differ; that ours is that of all rows is held by tests/step/test_varied_lengths.py.
+The batches come in another order in each epoch, in threes. Keras's update is a mean of the batches'
+means, another one where they differ; that ours is that of all rows is held by
+tests/step/test_varied_lengths.py.
 """
 
 import functools
@@ -45,7 +47,10 @@ class Batches(keras.utils.PyDataset):
 
 def of_sizes(shape):
     random = np.random.default_rng(0)
-    return [(random.normal(size=(n, *shape)).astype("float32"), random.normal(size=(n, 1))) for n in SIZES]
+    return [
+        (random.normal(size=(n, *shape)).astype("float32"), random.normal(size=(n, 1)))
+        for n in SIZES
+    ]
 
 
 def of_lengths(batches=30, rows=16):
@@ -56,12 +61,19 @@ def of_lengths(batches=30, rows=16):
         mask = np.arange(lengths.max()) < lengths[:, None]
         ids = random.integers(1, WORDS, mask.shape) * mask
         inputs = {"token_ids": ids, "segment_ids": np.zeros_like(ids), "padding_mask": mask}
-        yield {name: each.astype("int32") for name, each in inputs.items()}, random.integers(0, 2, (rows, 1))
+        yield (
+            {name: each.astype("int32") for name, each in inputs.items()},
+            random.integers(0, 2, (rows, 1)),
+        )
 
 
 def gru():
     x = keras.Input((30, 8))
-    return keras.Model(x, layers.Dense(1)(layers.GRU(16)(layers.Masking()(x)))), "mse", of_sizes((30, 8))
+    return (
+        keras.Model(x, layers.Dense(1)(layers.GRU(16)(layers.Masking()(x)))),
+        "mse",
+        of_sizes((30, 8)),
+    )
 
 
 def mlp():
@@ -73,7 +85,11 @@ def mlp():
 def normalized():
     x = keras.Input((64, 8))
     hidden = layers.ReLU()(layers.BatchNormalization()(layers.Conv1D(16, 3)(x)))
-    return keras.Model(x, layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))), "mse", of_sizes((64, 8))
+    return (
+        keras.Model(x, layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))),
+        "mse",
+        of_sizes((64, 8)),
+    )
 
 
 def bert():
@@ -121,7 +137,9 @@ def epochs_of(name, ours, epochs):
         return clock.seconds, 0
     import fastaccum as fa
 
-    trainer = fa.Trainer(model, keras.optimizers.Adam(1e-3), loss, gradient_accumulation_steps=ACCUMULATION)
+    trainer = fa.Trainer(
+        model, keras.optimizers.Adam(1e-3), loss, gradient_accumulation_steps=ACCUMULATION
+    )
     history = trainer.fit(Batches(batches), **arguments)
     return clock.seconds, sum(count for count, _ in history.programs.values())
 
@@ -142,6 +160,9 @@ def test_epochs_of_varying_batches(name, benchmark, report):
         return
     workload = types.SimpleNamespace(name=name)
     for what, part in (("epochs 1 to 5", slice(None)), ("epochs 3 to 5", slice(2, None))):
-        ours, theirs = (statistics.median(sum(seconds[part]) for seconds, _ in found[who]) for who in (True, False))
+        ours, theirs = (
+            statistics.median(sum(seconds[part]) for seconds, _ in found[who])
+            for who in (True, False)
+        )
         note = f"ours {ours:.2f} s, theirs {theirs:.2f} s; {found[True][0][1]} programs"
         report(f"varying batches, {what}: Keras GA default / ours", workload, theirs / ours, note)

@@ -1,7 +1,9 @@
-"""What float32 weight gradients gain in precision under mixed precision, and what they cost in time.
+"""What float32 weight gradients gain in precision under mixed precision, and what they cost in
+time.
 
-The error is that of the weight gradient alone, for the same inputs and output gradients, against float64. The time is
-that of the whole train step of a GPT; in float32 the switch must change nothing.
+The error is that of the weight gradient alone, for the same inputs and output gradients, against
+float64. The time is that of the whole train step of a GPT; in float32 the switch must change
+nothing.
 """
 
 import dataclasses
@@ -47,7 +49,10 @@ def gpt(policy):
 def test_error(dtype, benchmark, report):
     matmul = Matmul(dtype, tokens=4096, width=512, width_out=1024)
     rng = np.random.default_rng(models.SEED)
-    x, dy = (tf.cast(rng.normal(size=(matmul.tokens, width)), dtype) for width in (matmul.width, matmul.width_out))
+    x, dy = (
+        tf.cast(rng.normal(size=(matmul.tokens, width)), dtype)
+        for width in (matmul.width, matmul.width_out)
+    )
     kernel = tf.zeros([matmul.width, matmul.width_out])
     exact = x.numpy().astype("float64").T @ dy.numpy().astype("float64")
 
@@ -66,14 +71,21 @@ def test_train_step(workload, benchmark, report):
     batch = contestants.feed_stack(workload.stacks(1)[0])
 
     def make(switch):
-        step = contestants.as_train_step(contestants.trainer(workload, fp32_weight_gradients=switch))
+        step = contestants.as_train_step(
+            contestants.trainer(workload, fp32_weight_gradients=switch)
+        )
         float(step.update(batch))  # traces and compiles
         return lambda: float(step.update(batch))
 
     times = race(benchmark, make(True), {"without": make(False)}, workload.rounds)
     if times:
         note = f"with {milliseconds(times['ours'], 1)}, without {milliseconds(times['without'], 1)}"
-        report("train step: fp32 weight gradients / without", workload, ratio(times["ours"], times["without"]), note)
+        report(
+            "train step: fp32 weight gradients / without",
+            workload,
+            ratio(times["ours"], times["without"]),
+            note,
+        )
 
 
 @tf.function(jit_compile=True, autograph=False)

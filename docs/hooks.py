@@ -1,5 +1,5 @@
-"""What the site needs beside mkdocs.yml: its version, pages from outside docs/, the looks of outputs, and an entry in
-docs/api for every public name.
+"""What the site needs beside mkdocs.yml: its version, pages from outside docs/, the looks of
+outputs, and an entry in docs/api for every public name.
 """
 
 from __future__ import annotations
@@ -35,22 +35,32 @@ HELP = "<!-- help of every command -->"
 START = "<!-- README.md up to its second heading -->"
 TEXT = re.compile(r"^(<!-- output.*? -->\n+)?```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ALIGNED = 115  # letters in a line: a longer one is a sentence, and no row of a table
-THUMBNAIL = re.compile(r'^<div class="mkd-glr-thumbcontainer".*?^</div>\n', re.MULTILINE | re.DOTALL)
+THUMBNAIL = re.compile(
+    r'^<div class="mkd-glr-thumbcontainer".*?^</div>\n', re.MULTILINE | re.DOTALL
+)
 DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 log = logging.getLogger("mkdocs.hooks.fastaccum")  # warnings fail a strict build
-warnings.simplefilter("ignore", DeprecationWarning)  # mkdocs shows other packages' in the output of the gallery
+warnings.simplefilter(
+    "ignore", DeprecationWarning
+)  # mkdocs shows other packages' in the output of the gallery
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts the version beside the name, and the link to the repository where the package's metadata has one."""
+    """Puts the version beside the name, and the link to the repository where the package's metadata
+    has one.
+    """
     package = metadata.metadata("fastaccum")
     config.site_name = f"{config.site_name} {package['Version']}"
-    config.repo_url = dict(url.split(", ") for url in package.get_all("Project-URL", [])).get("Repository")
+    config.repo_url = dict(url.split(", ") for url in package.get_all("Project-URL", [])).get(
+        "Repository"
+    )
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the files outside docs/ that pages and the navigation lead to, and those that these lead to."""
+    """Adds the files outside docs/ that pages and the navigation lead to, and those that these lead
+    to.
+    """
     pages = [file.src_uri for file in files.documentation_pages()]
     waiting = [target for page in pages for target in _links(f"docs/{page}")]
     waiting += [path.name for path in ROOT.glob("*.md")]
@@ -66,12 +76,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links between files of the repository become links between pages of the site, and outputs look like such."""
-    if page.file.src_uri.startswith("generated/"):  # a page of the gallery leads to its own .py, to be downloaded
-        return markdown if config.plugins["gallery"].config["plot_gallery"] else THUMBNAIL.sub("", markdown)
+    """Links between files of the repository become links between pages of the site, and outputs
+    look like such.
+    """
+    if page.file.src_uri.startswith(
+        "generated/"
+    ):  # a page of the gallery leads to its own .py, to be downloaded
+        return (
+            markdown
+            if config.plugins["gallery"].config["plot_gallery"]
+            else THUMBNAIL.sub("", markdown)
+        )
     uri = page.file.src_uri
-    markdown = _for_page(markdown.replace(HELP, _help() if HELP in markdown else ""), _path(uri), uri)
-    markdown = markdown.replace(START, _for_page(_start(), "README.md", uri)) if START in markdown else markdown
+    markdown = _for_page(
+        markdown.replace(HELP, _help() if HELP in markdown else ""), _path(uri), uri
+    )
+    markdown = (
+        markdown.replace(START, _for_page(_start(), "README.md", uri))
+        if START in markdown
+        else markdown
+    )
     return TEXT.sub(_with_classes, markdown)
 
 
@@ -92,7 +116,9 @@ def _for_page(text: str, path: str, uri: str) -> str:
 
 
 def _start() -> str:
-    """README.md up to its second heading; links within README.md lead to its own page, which has the rest."""
+    """README.md up to its second heading; links within README.md lead to its own page, which has
+    the rest.
+    """
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
     return text.replace("](#", "](README.md#")
 
@@ -103,10 +129,14 @@ def _help() -> str:
     def of(*command: str) -> str:
         environment = os.environ | {"COLUMNS": "92"}
         command = (sys.executable, "-m", "fastaccum", *command, "--help")
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        ).stdout
 
     commands = [[], *([name] for name in re.findall(r"^    (\w+)  ", of(), re.MULTILINE))]
-    return "\n".join(f"## {' '.join(['fastaccum', *each])}\n\n```text\n{of(*each)}```\n" for each in commands)
+    return "\n".join(
+        f"## {' '.join(['fastaccum', *each])}\n\n```text\n{of(*each)}```\n" for each in commands
+    )
 
 
 class Doctests(griffe.Extension):
@@ -114,7 +144,9 @@ class Doctests(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = DOCTEST.sub(lambda match: f"```pycon\n{match[0]}\n```", obj.docstring.value)
+            obj.docstring.value = DOCTEST.sub(
+                lambda match: f"```pycon\n{match[0]}\n```", obj.docstring.value
+            )
 
 
 def _links(path: str) -> Iterator[str]:
@@ -135,7 +167,9 @@ def _path(uri: str) -> str:
 
 
 def _check_public_names() -> None:
-    """Warns of a public name that no page of docs/api has, and of an entry that is no public name."""
+    """Warns of a public name that no page of docs/api has, and of an entry that is no public
+    name.
+    """
     public = {
         f"{package}.{alias.asname}"
         for package, path in PACKAGES.items()
@@ -144,7 +178,11 @@ def _check_public_names() -> None:
         for alias in node.names
     } - PACKAGES.keys()
     pages = (ROOT / "docs" / "api").glob("*.md")
-    entries = {name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.M)}
+    entries = {
+        name
+        for page in pages
+        for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.M)
+    }
     # A function of its module's name is found as a.b.b.
     entries = {re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in entries}
     for name in sorted(public - entries):

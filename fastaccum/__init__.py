@@ -13,15 +13,20 @@ from fastaccum.adapters import saved
 __version__ = "0.1.0"
 
 if "tensorflow" not in sys.modules:  # which reads both while it is imported
-    # Where an NVIDIA driver is, warnings say why a GPU is not used. Errors are Python's exceptions, too.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1" if os.path.exists("/proc/driver/nvidia/version") else "3")
-    if platform.machine() in ("x86_64", "AMD64"):  # convolutions gain also where TensorFlow's default is off
+    # Where an NVIDIA driver is, warnings say why a GPU is not used. Errors are Python's exceptions,
+    # too.
+    os.environ.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "1" if os.path.exists("/proc/driver/nvidia/version") else "3"
+    )
+    # convolutions gain also where TensorFlow's default is off
+    if platform.machine() in ("x86_64", "AMD64"):
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 saved.register()
 
-# Imported at first use, so that `fastaccum --help` needs no TensorFlow, and only those who use tensorflow-addons pay
-# for it (it is optional, and changes what tf.keras is). The stub lists each name once, with the module it stands in.
+# Imported at first use, so that `fastaccum --help` needs no TensorFlow, and only those who use
+# tensorflow-addons pay for it (it is optional, and changes what tf.keras is). The stub lists each
+# name once, with the module it stands in.
 _MODULES = {
     alias.name: node.module or alias.name
     for node in ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"").body

@@ -1,4 +1,5 @@
-"""tensorflow-addons on current TensorFlow: the attributes of `fastaccum.addons` are those of `tensorflow_addons`.
+"""tensorflow-addons on current TensorFlow: the attributes of `fastaccum.addons` are those of
+`tensorflow_addons`.
 
 >>> import fastaccum.addons
 >>> import tensorflow_addons as tfa
@@ -6,11 +7,15 @@
 >>> fastaccum.addons.optimizers is tfa.optimizers
 True
 
-tensorflow-addons 0.23, its last release, fails to import on TensorFlow 2.16 and later for two reasons: it finds Keras 3
-behind `tf.keras`, and it imports `keras.src.engine`. Once this module is imported, `import tensorflow_addons` works:
-both lead to tf_keras (Keras 2), and `tf.keras` is tf_keras for the rest of the process, and for those that it starts.
-`import keras` gives Keras 3 as before. In a program that has used `tf.keras` as Keras 3 already, what needs
-tensorflow-addons raises a RuntimeError. No current TensorFlow can load its compiled operations: what needs one
+tensorflow-addons 0.23, its last release, fails to import on TensorFlow 2.16 and later for two
+    reasons: it finds Keras 3
+behind `tf.keras`, and it imports `keras.src.engine`. Once this module is imported, `import
+    tensorflow_addons` works:
+both lead to tf_keras (Keras 2), and `tf.keras` is tf_keras for the rest of the process, and for
+those that it starts. `import keras` gives Keras 3 as before. In a program that has used `tf.keras`
+as Keras 3 already, what needs
+tensorflow-addons raises a RuntimeError. No current TensorFlow can load its compiled operations:
+    what needs one
 raises a NotImplementedError, and docs/guides/addons.md says what to use instead.
 """
 
@@ -29,12 +34,14 @@ from typing import Any, NoReturn
 
 _ADDONS = "tensorflow_addons"
 _KERAS_3_BOUND = """\
-tensorflow-addons needs tf_keras behind `tf.keras`, but this program has used `tf.keras` already and got Keras 3. \
+tensorflow-addons needs tf_keras behind `tf.keras`, but this program has used `tf.keras` already \
+and got Keras 3. \
 Put `import fastaccum.addons` above all other imports, or add this line at the top of the program:
 
     import os; os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
-`tf.keras` and `from tensorflow.keras import ...` are then tf_keras; write `import keras` for Keras 3."""
+`tf.keras` and `from tensorflow.keras import ...` are then tf_keras; write `import keras` for \
+Keras 3."""
 
 
 def __getattr__(name: str) -> Any:
@@ -53,13 +60,20 @@ class _Finder:
     """Lets `import tensorflow_addons` find `_Loader`, or say why it cannot."""
 
     @classmethod
-    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: Any = None
+    ) -> ModuleSpec | None:
         if name != _ADDONS:
             return None
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in _other_finders())), None)
+        spec = next(
+            filter(None, (finder.find_spec(name, path, target) for finder in _other_finders())),
+            None,
+        )
         for package, found in ((_ADDONS, spec), ("tf_keras", importlib.util.find_spec("tf_keras"))):
             if found is None:
-                raise ModuleNotFoundError(_not_installed(package, sys.version_info[:2]), name=package)
+                raise ModuleNotFoundError(
+                    _not_installed(package, sys.version_info[:2]), name=package
+                )
         assert spec is not None and spec.origin is not None
         spec.loader = _Loader(name, spec.origin)
         return spec
@@ -76,7 +90,8 @@ class _Loader(SourceFileLoader):
 
         _bind_tf_keras(tf)
         with _keras_src_engine(), warnings.catch_warnings():
-            # It announces its end of life and the TensorFlow versions it was tested with, three times over.
+            # It announces its end of life and the TensorFlow versions it was tested with, three
+            # times over.
             warnings.filterwarnings("ignore", category=UserWarning, module=rf"{_ADDONS}\.")
             super().exec_module(module)
         _mend(module)
@@ -91,7 +106,8 @@ def _mend(addons: ModuleType) -> None:
 
     from fastaccum.kernels import private
 
-    # The one module of tensorflow-addons that takes Keras 2's backend from `keras.src`, which is now Keras 3's.
+    # The one module of tensorflow-addons that takes Keras 2's backend from `keras.src`, which is
+    # now Keras 3's.
     discriminative_layer_training.backend = private.tf_keras_backend
     discriminative_layer_training.tf_utils = private.tf_keras_tf_utils
     addons.options.disable_custom_kernel()
@@ -100,7 +116,11 @@ def _mend(addons: ModuleType) -> None:
     beam_search_decoder.np = SimpleNamespace(Inf=np.inf, int64=np.int64)
     # It has an `if` of a tensor, which only a tf.function takes in a graph.
     for name in ("update_state", "result"):
-        setattr(addons.metrics.GeometricMean, name, tf.function(getattr(addons.metrics.GeometricMean, name)))
+        setattr(
+            addons.metrics.GeometricMean,
+            name,
+            tf.function(getattr(addons.metrics.GeometricMean, name)),
+        )
     for name in [name for name in sys.modules if name.startswith(f"{_ADDONS}.losses.")]:
         _inline(sys.modules[name])
     _follow_weights(addons.optimizers.SWA)
@@ -111,12 +131,15 @@ def _inline(module: ModuleType) -> None:
     """Inlines a module's tf.functions into graphs that call them."""
     import tensorflow as tf
 
-    # Else the gradient of a `tf.tile` takes its shape from a function's results, and XLA compiles each step anew.
+    # Else the gradient of a `tf.tile` takes its shape from a function's results, and XLA compiles
+    # each step anew.
     function: Any = type(tf.function(lambda: None))
 
     class Inlined(function):
         def __call__(self, *args: object, **kwargs: object) -> object:
-            return (super().__call__ if tf.executing_eagerly() else self.python_function)(*args, **kwargs)
+            return (super().__call__ if tf.executing_eagerly() else self.python_function)(
+                *args, **kwargs
+            )
 
     for each in vars(module).values():
         if type(each) is function:
@@ -125,13 +148,15 @@ def _inline(module: ModuleType) -> None:
 
 def _refuse(library: Any) -> NoReturn:
     raise NotImplementedError(
-        f"{library.relative_path} was compiled for TensorFlow 2.15, and no later one can load it: see "
-        "docs/guides/addons.md for what to use instead."
+        f"{library.relative_path} was compiled for TensorFlow 2.15, and no later one can load "
+        "it: see docs/guides/addons.md for what to use instead."
     )
 
 
 def _follow_weights(swa: Any) -> None:
-    """Makes the averages of SWA follow the weights until `start_averaging`, as MovingAverage's do: they would be 0."""
+    """Makes the averages of SWA follow the weights until `start_averaging`, as MovingAverage's do:
+    they would be 0.
+    """
     average_op = vars(swa)["average_op"]
 
     def following(self: Any, var: Any, average_var: Any, local_apply_state: Any) -> Any:
@@ -147,7 +172,9 @@ def _follow_weights(swa: Any) -> None:
 
 
 def _assign_to_keras_3(wrapper: Any) -> None:
-    """Lets `assign_average_vars` take the variables of Keras 3's models, which it would leave as they are."""
+    """Lets `assign_average_vars` take the variables of Keras 3's models, which it would leave as
+    they are.
+    """
     assign = wrapper.assign_average_vars
 
     def assign_average_vars(self: Any, var_list: Any) -> Any:
@@ -163,9 +190,10 @@ def _not_installed(package: str, python: tuple[int, int]) -> str:
     if python < (3, 12):
         return f"fastaccum.addons needs {name}, which is not installed: {install}"
     return (
-        f"fastaccum.addons needs tensorflow-addons, whose last release is for Python 3.11. This is Python {python[0]}."
-        f"{python[1]}. Use Python 3.10 or 3.11 ({install}), or what Keras 3 has instead: keras.optimizers.Lamb, AdamW, "
-        "SGD(use_ema=True) and others, which docs/guides/addons.md lists."
+        "fastaccum.addons needs tensorflow-addons, whose last release is for Python 3.11. This "
+        f"is Python {python[0]}.{python[1]}. Use Python 3.10 or 3.11 ({install}), or what Keras "
+        "3 has instead: keras.optimizers.Lamb, AdamW, SGD(use_ema=True) and others, which "
+        "docs/guides/addons.md lists."
     )
 
 
@@ -176,8 +204,9 @@ def _bind_tf_keras(tf: ModuleType) -> None:
 
     previous, paths = os.environ.get("TF_USE_LEGACY_KERAS"), list(tf.__path__)
     path = os.path.dirname(os.path.dirname(tf_keras_api.__file__))
-    # `tf.keras.x` asks the environment at its first use. `import tensorflow.keras` follows the package's path, which
-    # TensorFlow takes from the environment at its own import, and puts what it finds in the place of `tf.keras`.
+    # `tf.keras.x` asks the environment at its first use. `import tensorflow.keras` follows the
+    # package's path, which TensorFlow takes from the environment at its own import, and puts what
+    # it finds in the place of `tf.keras`.
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
     if path not in paths:
         tf.__path__.insert(0, path)

@@ -24,7 +24,9 @@ def path(name: str, value: object) -> Path:
     text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise TypeError(f"{name}={shown(value)} must be a path.")
-    if "\0" in text or any("\ud800" <= letter < "\udc80" or "\udcff" < letter <= "\udfff" for letter in text):
+    if "\0" in text or any(
+        "\ud800" <= letter < "\udc80" or "\udcff" < letter <= "\udfff" for letter in text
+    ):
         raise ValueError(f"{name}={shown(value)} must be a path: no file system has such letters.")
     return Path(text)
 
@@ -35,7 +37,8 @@ def require_nest(name: str, nest: object) -> None:
         tf.nest.map_structure(lambda leaf: leaf, nest)
     except Exception as error:
         raise TypeError(
-            f"{name} is a {type(nest).__name__} that cannot be taken apart ({error}): pass lists, tuples and dicts."
+            f"{name} is a {type(nest).__name__} that cannot be taken apart ({error}): pass "
+            "lists, tuples and dicts."
         ) from error
 
 
@@ -43,13 +46,17 @@ def class_weight(value: object) -> dict[int, float] | None:
     """Returns `value` as a factor for each class index, or None."""
     if value is None:
         return None
-    rule = "must map class indices from 0 to factors of at least 0, finite in float32 and none 0 there that is not 0"
+    rule = (
+        "must map class indices from 0 to factors of at least 0, finite in float32 and none 0 "
+        "there that is not 0"
+    )
     if not isinstance(value, Mapping) or not value:
         raise TypeError(f"class_weight={value!r} {rule}, as in {{0: 1.0, 1: 5.0}}.")
     if any(isinstance(factor, Mapping) for factor in value.values()):
         raise TypeError(
-            f"class_weight={value!r} has weights for several outputs, and must have those of one: pass sample_weight, "
-            "by output, as in sample_weight={'a': weights_a[labels_a], 'b': weights_b[labels_b]}."
+            f"class_weight={value!r} has weights for several outputs, and must have those of "
+            "one: pass sample_weight, by output, as in sample_weight={'a': "
+            "weights_a[labels_a], 'b': weights_b[labels_b]}."
         )
     for index, factor in value.items():
         of_type = isinstance(index, numbers.Integral) and isinstance(factor, numbers.Real)

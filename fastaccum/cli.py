@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["bench"]:
-        # Its options are known in a clone only, and the suites' processes import TensorFlow themselves.
+        # Its options are known in a clone only, and the suites' processes import TensorFlow
+        # themselves.
         return _bench(argv[1:])
     parsed = options.parse(argv)
     os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever Keras's other programs are to use

@@ -1,4 +1,6 @@
-"""Lines for people: text of unknown origin made safe to print, and warnings and errors at the line that caused them."""
+"""Lines for people: text of unknown origin made safe to print, and warnings and errors at the line
+that caused them.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ _INNER = ("fastaccum", "keras", "tf_keras", "tensorflow", "contextlib", "functoo
 
 
 def one_line(text: str) -> str:
-    """Makes `text` one line that is safe to print: line breaks and a terminal's commands are escaped."""
+    """Makes `text` one line that is safe to print: line breaks and a terminal's commands are
+    escaped.
+    """
     text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text.replace("\n", " "))
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warns at the line that called this package, however deep inside the package the reason was found."""
+    """Warns at the line that called this package, however deep inside the package the reason was
+    found.
+    """
     frame, level = inspect.currentframe(), 1
     while frame is not None and _is_inner(frame):
         frame, level = frame.f_back, level + 1
@@ -32,10 +38,12 @@ def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
 
 
 def short_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a public function: what it refuses shows the caller's own lines, as Keras's errors do.
+    """Decorates a public function: what it refuses shows the caller's own lines, as Keras's errors
+    do.
 
-    An error of any other kind than TypeError and ValueError keeps its lines, since it may be a fault of this package.
-    `keras.config.disable_traceback_filtering()` shows the lines of fastaccum, Keras and TensorFlow, too.
+    An error of any other kind than TypeError and ValueError keeps its lines, since it may be a
+    fault of this package. `keras.config.disable_traceback_filtering()` shows the lines of
+    fastaccum, Keras and TensorFlow, too.
     """
 
     @functools.wraps(function)
@@ -53,7 +61,9 @@ def short_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _shorten(error: BaseException | None) -> None:
-    """Drops the lines of this and other packages from an error and those that led to it, all but where each arose."""
+    """Drops the lines of this and other packages from an error and those that led to it, all but
+    where each arose.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -71,7 +81,9 @@ def _is_inner(frame: types.FrameType) -> bool:
 
 
 def without_arguments(error: Exception) -> str:
-    """Returns an error's message without the arguments of a layer's call, which Keras adds in lines of their own."""
+    """Returns an error's message without the arguments of a layer's call, which Keras adds in lines
+    of their own.
+    """
     plain = re.sub(r"\x1b\[\d+m", "", str(error))  # Keras prints in bold
     added = r"Exception encountered when calling (.+?)\.\n\n(.*?)\n\nArguments received by .*"
     found = re.fullmatch(added, plain, re.DOTALL)

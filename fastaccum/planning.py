@@ -24,42 +24,49 @@ def plan(
 ) -> Plan:
     """Finds the micro-batch with which an update of `global_batch_size` rows fits the device.
 
-    It compiles the train step for about five micro-batches at most, and reads XLA's plan of the memory of each. No data
-    is made, no program is kept, and trainer and model stay as they are. `fit(..., batch_size="auto",
-    global_batch_size=N)` does the same with its own data.
+    It compiles the train step for about five micro-batches at most, and reads XLA's plan of the
+    memory of each. No data is made, no program is kept, and trainer and model stay as they are.
+    `fit(..., batch_size="auto", global_batch_size=N)` does the same with its own data.
 
-    The micro-batch divides the global batch, and is a multiple of the number of devices. It is the largest that fits.
-    Worker processes agree on one that fits all of them.
+    The micro-batch divides the global batch, and is a multiple of the number of devices. It is the
+    largest that fits. Worker processes agree on one that fits all of them.
 
-    Args:
-        trainer: a `Trainer`, trained or not.
-        sample: data as `fit` takes it: `(x, y)`, `(x, y, sample_weight)`, or a `tf.data.Dataset` of batches. Only the
+    Args: trainer: a `Trainer`, trained or not. sample: data as `fit` takes it: `(x, y)`, `(x, y,
+        sample_weight)`, or a `tf.data.Dataset` of batches. Only the
             shapes of its rows are read.
         global_batch_size: rows of an update.
-        memory_limit: bytes of each device, or a string such as "16GiB". By default the environment variable
-            FASTACCUM_MEMORY_LIMIT, or else what is free on the device, less a twentieth.
-        recompute: "auto" to look for a policy of `fastaccum.remat` if no micro-batch fits, the one that computes least
-            again first. The model stays as it is: pass it to `fastaccum.remat` with that policy.
+        memory_limit: bytes of each device, or a string such as "16GiB". By default the environment
+            variable FASTACCUM_MEMORY_LIMIT, or else what is free on the device, less a twentieth.
+        recompute: "auto" to look for a policy of `fastaccum.remat` if no micro-batch fits, the one
+            that computes least again first. The model stays as it is: pass it to `fastaccum.remat`
+            with that policy.
         verbose: 0 for no messages on stderr about what is being compiled.
 
-    Returns:
-        A `Plan`. To train with it, set `trainer.gradient_accumulation_steps = plan.accumulation_steps` and pass
-        `batch_size=plan.batch_size` to `fit`.
+    Returns: A `Plan`. To train with it, set `trainer.gradient_accumulation_steps =
+        plan.accumulation_steps` and pass `batch_size=plan.batch_size` to `fit`.
 
-    Raises:
-        OutOfMemoryError: raised if no micro-batch fits: what the smallest needs, and for what.
-        TypeError, ValueError: raised if the sample does not fit the model, if the replicas do not divide the global
+    Raises: OutOfMemoryError: raised if no micro-batch fits: what the smallest needs, and for what.
+        TypeError, ValueError: raised if the sample does not fit the model, if the replicas do not
+        divide the global
             batch, or without XLA.
 
     >>> import keras
     >>> import numpy as np
-    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(1)])
+    >>> hidden = keras.layers.Dense(64, "relu")
+    >>> model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(1)])
     >>> trainer = Trainer(model, "sgd", "mse")
-    >>> found = plan(trainer, (np.zeros((1, 8)), np.zeros((1, 1))), global_batch_size=4, memory_limit="1GiB")
+    >>> sample = np.zeros((1, 8)), np.zeros((1, 1))
+    >>> found = plan(trainer, sample, global_batch_size=4, memory_limit="1GiB")
     >>> found.batch_size, found.accumulation_steps
     (4, 1)
     """
     if not isinstance(trainer, Trainer):
-        raise TypeError(f"trainer={trainer!r} is not a fastaccum.Trainer: pass fastaccum.Trainer(model, ...).")
-    asked = {"global_batch_size": global_batch_size, "memory_limit": memory_limit, "recompute": recompute}
+        raise TypeError(
+            f"trainer={trainer!r} is not a fastaccum.Trainer: pass fastaccum.Trainer(model, ...)."
+        )
+    asked = {
+        "global_batch_size": global_batch_size,
+        "memory_limit": memory_limit,
+        "recompute": recompute,
+    }
     return _plan(trainer, sample, **asked, verbose=verbose)

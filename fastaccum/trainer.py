@@ -40,71 +40,84 @@ _FIXED = ("model", "loss", "loss_weights", "metrics", "weighted_metrics")
 class Trainer:
     """Trains a Keras model with gradient accumulation.
 
-    A train step takes `gradient_accumulation_steps` micro-batches of `batch_size` rows and applies one update, all in
-    one XLA program. The update equals, to float32 rounding, that of Keras's own step on all these rows at once:
+    A train step takes `gradient_accumulation_steps` micro-batches of `batch_size` rows and applies
+    one update, all in
+    one XLA program. The update equals, to float32 rounding, that of Keras's own step on all these
+        rows at once:
 
         update = optimizer( sum_ij w_ij * grad(l_ij) / denominator )
 
-    Here i counts the micro-batches and j their rows or tokens; w are their weights and l their losses. The denominator
-    is the one that the loss's `reduction` defines over the full batch. A short last batch counts by the rows that it
-    holds; an update in which no row or token counts (all labels ignored, say) changes nothing. Batch statistics, as of
-    BatchNormalization, are those of each micro-batch.
+    Here i counts the micro-batches and j their rows or tokens; w are their weights and l their
+    losses. The denominator is the one that the loss's `reduction` defines over the full batch. A
+    short last batch counts by the rows that it holds; an update in which no row or token counts
+    (all labels ignored, say) changes nothing. Batch statistics, as of BatchNormalization, are those
+    of each micro-batch.
 
-    The model is trained in place: save it, as any Keras model, by `trainer.model.save("model.keras")`.
+    The model is trained in place: save it, as any Keras model, by
+        `trainer.model.save("model.keras")`.
 
-    Embeddings differ from Keras 3 on purpose. Their gradient is summed by id before the optimizer sees it, as in
-    tf_keras. Keras 3's `fit` doesn't sum it, and optimizers such as Adam then square each part of an id by itself.
+    Embeddings differ from Keras 3 on purpose. Their gradient is summed by id before the optimizer
+    sees it, as in tf_keras. Keras 3's `fit` doesn't sum it, and optimizers such as Adam then square
+    each part of an id by itself.
 
-    Args:
-        model: a Keras 3 model, or a tf_keras model. The `jit_compile` and `steps_per_execution` that it was compiled
+    Args: model: a Keras 3 model, or a tf_keras model. The `jit_compile` and `steps_per_execution`
+        that it was compiled
             with don't count: pass them here.
-        optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer; or the name of one, which is tf_keras's for a
-            tf_keras model, else Keras 3's. Its schedules and `iterations` count updates. None for the one
-            that the model was compiled with, if `loss` is None too, and else for a new AdamW.
-        loss: a Keras loss or its name; a function `fn(y_true, y_pred)` that returns one loss per row or per token, one
-            number for the batch, or a pair `(loss_sum, weight_sum)`; or a list or dict of these, by output. None for
-            the model's own loss: the one that it was compiled with (with its metrics, if none are given), its
-            `compute_loss`, its `add_loss`, or the loss that a Hugging Face model returns. `y` may be left out where
-            the loss doesn't need it.
+        optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer; or the name of one, which is
+            tf_keras's for a tf_keras model, else Keras 3's. Its schedules and `iterations` count
+            updates. None for the one that the model was compiled with, if `loss` is None too, and
+            else for a new AdamW.
+        loss: a Keras loss or its name; a function `fn(y_true, y_pred)` that returns one loss per
+            row or per token, one number for the batch, or a pair `(loss_sum, weight_sum)`; or a
+            list or dict of these, by output. None for the model's own loss: the one that it was
+            compiled with (with its metrics, if none are given), its `compute_loss`, its `add_loss`,
+            or the loss that a Hugging Face model returns. `y` may be left out where the loss
+            doesn't need it.
         metrics: as in Keras's `compile`.
-        loss_weights: factors of the outputs' losses, as in `compile`. A scalar variable is read in each step.
+        loss_weights: factors of the outputs' losses, as in `compile`. A scalar variable is read in
+            each step.
         weighted_metrics: metrics that use the sample weights, as in `compile`.
         gradient_accumulation_steps: micro-batches per update.
-        loss_scale: a loss scale, or a number for a static one. "auto" for `DynamicLossScale()` if the model computes in
-            float16, and none otherwise.
+        loss_scale: a loss scale, or a number for a static one. "auto" for `DynamicLossScale()` if
+            the model computes in float16, and none otherwise.
         clip_norm: clip the gradient of the whole update to this global norm. None for no clipping.
-        fp32_weight_gradients: if the model computes in float16 or bfloat16, compute the gradients of its kernels and
-            biases in float32, as `fastaccum.kernels.fp32_weight_gradients` does, but within the train step alone: the
-            model stays as it is. No effect in float32 and on tf_keras models.
-        flash_attention: fused attention, in memory linear in the number of tokens, in layers of Keras and KerasHub and
-            calls of `keras.ops.dot_product_attention`: "auto" where scores are large, masks are causal, windows or
-            padding, and the model has no `compute_loss` of its own (with dropout, a window or a soft cap: of long
-            sequences); True in each, or ValueError; False in none. `summary()` lists the choices.
-        jit_compile: compile with XLA. False runs the same step operation by operation. "auto", as in Keras, compiles
-            on a GPU, and on a CPU where the model trains faster so: not where convolutions take the time, nor with
-            layers that declare that XLA cannot. The choice is made when the step is built, and stands in a checkpoint.
-        steps_per_execution: train steps in one call of the program. Callbacks see the last step of each call, as in
-            Keras.
-        on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite, if no lower loss scale
-            is left to try. Such a step never changes anything. "skip" goes on, and raises `NonFiniteError` after 10 of
-            them in a row. "raise" raises it at the first.
-        max_programs: how many sizes of a micro-batch get a program of their own, where batches have other numbers of
-            rows, or other lengths, and are padded to the next of these sizes (docs/guides/varying-batches.md). Fewer
-            compile sooner; more waste less. "auto" is 4.
-        shard_optimizer: under tf.distribute, share the optimizer's slots out over the replicas, each of which then
-            updates the weights whose slots it has. The result is the same; see docs/distributed.md. "auto" does so
-            where all slots would not fit each device.
-        own_loss_reduction: whether a scalar that the model computes itself (in `compute_loss`, or for `add_loss`) is
-            the "mean" or the "sum" over the rows of a micro-batch, which fastaccum can't see. With "sum", a penalty on
-            weights counts once for each micro-batch: make it a regularizer. A loss that is neither (a masked mean, a
-            comparison of rows) is computed for each micro-batch by itself, with a warning where that can be seen.
-        compile_cache: a folder for compiled programs. The next process loads them from there instead of compiling
-            them again, if versions, device and flags are the same. It applies to the whole process from here on.
+        fp32_weight_gradients: if the model computes in float16 or bfloat16, compute the gradients
+            of its kernels and biases in float32, as `fastaccum.kernels.fp32_weight_gradients` does,
+            but within the train step alone: the model stays as it is. No effect in float32 and on
+            tf_keras models.
+        flash_attention: fused attention, in memory linear in the number of tokens, in layers of
+            Keras and KerasHub and calls of `keras.ops.dot_product_attention`: "auto" where scores
+            are large, masks are causal, windows or padding, and the model has no `compute_loss` of
+            its own (with dropout, a window or a soft cap: of long sequences); True in each, or
+            ValueError; False in none. `summary()` lists the choices.
+        jit_compile: compile with XLA. False runs the same step operation by operation. "auto", as
+            in Keras, compiles on a GPU, and on a CPU where the model trains faster so: not where
+            convolutions take the time, nor with layers that declare that XLA cannot. The choice is
+            made when the step is built, and stands in a checkpoint.
+        steps_per_execution: train steps in one call of the program. Callbacks see the last step of
+            each call, as in Keras.
+        on_nonfinite: what to do about a step whose gradient, loss or statistics are not finite, if
+            no lower loss scale is left to try. Such a step never changes anything. "skip" goes on,
+            and raises `NonFiniteError` after 10 of them in a row. "raise" raises it at the first.
+        max_programs: how many sizes of a micro-batch get a program of their own, where batches have
+            other numbers of rows, or other lengths, and are padded to the next of these sizes
+            (docs/guides/varying-batches.md). Fewer compile sooner; more waste less. "auto" is 4.
+        shard_optimizer: under tf.distribute, share the optimizer's slots out over the replicas,
+            each of which then updates the weights whose slots it has. The result is the same; see
+            docs/distributed.md. "auto" does so where all slots would not fit each device.
+        own_loss_reduction: whether a scalar that the model computes itself (in `compute_loss`, or
+            for `add_loss`) is the "mean" or the "sum" over the rows of a micro-batch, which
+            fastaccum can't see. With "sum", a penalty on weights counts once for each micro-batch:
+            make it a regularizer. A loss that is neither (a masked mean, a comparison of rows) is
+            computed for each micro-batch by itself, with a warning where that can be seen.
+        compile_cache: a folder for compiled programs. The next process loads them from there
+            instead of compiling them again, if versions, device and flags are the same. It applies
+            to the whole process from here on.
 
-    Raises:
-        TypeError: if the model, optimizer, loss or a metric is not one.
-        ValueError: if a number is out of its range, a name is unknown, the model overrides `train_step`, there is no
-            loss, the optimizer accumulates or scales by itself, or XLA cannot compile a layer. Later: if an attribute
+    Raises: TypeError: if the model, optimizer, loss or a metric is not one. ValueError: if a number
+        is out of its range, a name is unknown, the model overrides `train_step`, there is no
+            loss, the optimizer accumulates or scales by itself, or XLA cannot compile a layer.
+                Later: if an attribute
             is set after the train step was built with it.
 
     >>> import numpy as np
@@ -186,24 +199,42 @@ class Trainer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in Options.names() and "_options" in vars(self):
-            value = loss_scales.get(value, self._model.compute_dtype) if name == "loss_scale" else value
+            value = (
+                loss_scales.get(value, self._model.compute_dtype) if name == "loss_scale" else value
+            )
             self._options = self._options.replace(name, value, built=self._builder.step is not None)
             value = getattr(self._options, name)
         elif name in _FIXED and type(self) is Trainer and "_options" in vars(self):
-            raise AttributeError(f"{name} cannot be set, and training would not read it: make a new Trainer with it.")
-        elif name[0] != "_" and not hasattr(self, name) and (near := get_close_matches(name, Options.names(), 1, 0.8)):
-            raise AttributeError(f"Trainer has no attribute {name!r}: did you mean {near[0]}?", name=name, obj=self)
+            raise AttributeError(
+                f"{name} cannot be set, and training would not read it: make a new Trainer with it."
+            )
+        elif (
+            name[0] != "_"
+            and not hasattr(self, name)
+            and (near := get_close_matches(name, Options.names(), 1, 0.8))
+        ):
+            raise AttributeError(
+                f"Trainer has no attribute {name!r}: did you mean {near[0]}?", name=name, obj=self
+            )
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("A Trainer holds compiled programs and cannot be copied: copy its model, and make a new one.")
+        raise TypeError(
+            "A Trainer holds compiled programs and cannot be copied: copy its model, and make a "
+            "new one."
+        )
 
     def __repr__(self) -> str:
-        scale = "" if isinstance(self.loss_scale, loss_scales.NoLossScale) else f", loss_scale={self.loss_scale}"
+        scale = (
+            ""
+            if isinstance(self.loss_scale, loss_scales.NoLossScale)
+            else f", loss_scale={self.loss_scale}"
+        )
         return (
-            f"Trainer({type(self.model).__name__} {self.model.name!r}, optimizer={type(self.optimizer).__name__}, "
-            f"gradient_accumulation_steps={self.gradient_accumulation_steps}, precision={self._model.compute_dtype}"
-            f"{scale})"
+            f"Trainer({type(self.model).__name__} {self.model.name!r}, "
+            f"optimizer={type(self.optimizer).__name__}, "
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps}, "
+            f"precision={self._model.compute_dtype}{scale})"
         )
 
     @property
@@ -215,8 +246,9 @@ class Trainer:
     def throughput(self) -> Throughput | None:
         """The speed of the last epoch of `fit`, without the time to compile and to validate.
 
-        Its `steps_per_second` times the `flops` of `summary`, divided by a device's peak, is the MFU. Callbacks find an
-        epoch's speed in `on_epoch_end`. None if each call of the epoch compiled a program, as a single update does.
+        Its `steps_per_second` times the `flops` of `summary`, divided by a device's peak, is the
+        MFU. Callbacks find an epoch's speed in `on_epoch_end`. None if each call of the epoch
+        compiled a program, as a single update does.
 
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
@@ -257,54 +289,65 @@ class Trainer:
         These things differ from Keras:
 
         - `batch_size` is that of a micro-batch.
-        - `steps_per_epoch` and the batch numbers that callbacks see count train steps, that is, updates.
+        - `steps_per_epoch` and the batch numbers that callbacks see count train steps, that is,
+          updates.
         - `class_weight` and `sample_weight` are multiplied if both are given.
-        - The logs also have `grad_norm` and `loss_scale`, of the last step, and `skipped_steps`, the steps of the epoch
-          so far that changed nothing because a value was not finite.
-        - The logs that batch callbacks get are a mapping, which waits for the step only when it is read.
+        - The logs also have `grad_norm` and `loss_scale`, of the last step, and `skipped_steps`,
+          the steps of the epoch so far that changed nothing because a value was not finite.
+        - The logs that batch callbacks get are a mapping, which waits for the step only when it is
+          read.
 
-        As in Keras, `keras.utils.set_random_seed` determines the order of shuffled rows, and data that ends before
-        `steps_per_epoch` ends the epoch with a warning. A KerasHub task that has a preprocessor gets its raw inputs,
-        in order, as in its own `fit`.
+        As in Keras, `keras.utils.set_random_seed` determines the order of shuffled rows, and data
+        that ends before `steps_per_epoch` ends the epoch with a warning. A KerasHub task that has a
+        preprocessor gets its raw inputs, in order, as in its own `fit`.
 
-        With `checkpoint_dir`, `fit` saves the state of the training there. The same call, made again, continues from
-        the last good checkpoint, with the same results, bit for bit, as if it had never stopped (docs/reliability.md).
-        It may split the same update into other pieces, by another `batch_size`, accumulation or number of devices; the
-        results are then equal to float32 rounding. If the training was complete, it returns the `History` at once.
-        SIGTERM saves, then raises `fastaccum.Preempted`, which ends the process with code 143. Data from Python code
-        (generators, `keras.utils.PyDataset`, `tf.py_function`) is read again from the start of the epoch and must be
-        the same.
+        With `checkpoint_dir`, `fit` saves the state of the training there. The same call, made
+        again, continues from the last good checkpoint, with the same results, bit for bit, as if it
+        had never stopped (docs/reliability.md). It may split the same update into other pieces, by
+        another `batch_size`, accumulation or number of devices; the results are then equal to
+        float32 rounding. If the training was complete, it returns the `History` at once. SIGTERM
+        saves, then raises `fastaccum.Preempted`, which ends the process with code 143. Data from
+        Python code (generators, `keras.utils.PyDataset`, `tf.py_function`) is read again from the
+        start of the epoch and must be the same.
 
-        Args:
-            checkpoint_dir: a folder for the checkpoints of this training alone. If it holds some, the last good one
+        Args: checkpoint_dir: a folder for the checkpoints of this training alone. If it holds some,
+            the last good one
                 determines where training continues, and `initial_epoch` is ignored.
-            checkpoint_every: the number of train steps between two checkpoints. None for one after every epoch.
+            checkpoint_every: the number of train steps between two checkpoints. None for one after
+                every epoch.
             keep: how many checkpoints are kept, the newest ones.
-            global_batch_size: rows of an update, with `batch_size="auto"`. The micro-batch is then the largest that
-                fits the device, as `fastaccum.plan` finds it, and `gradient_accumulation_steps` is set accordingly. The
-                result is the same, bit for bit, as with that `batch_size`. Batches of a `tf.data.Dataset` are cut anew.
-            resume: names of the optimizer's settings that are taken as they are now, where the checkpoint has others:
-                "learning_rate" (a number, a schedule, or what callbacks set), "weight_decay" or another of its numbers.
-                A schedule counts from the updates that are done. Without a name, a setting that differs is refused. A
-                setting that is as it was saved keeps what training made of it, so a script may go on naming it.
+            global_batch_size: rows of an update, with `batch_size="auto"`. The micro-batch is then
+                the largest that fits the device, as `fastaccum.plan` finds it, and
+                `gradient_accumulation_steps` is set accordingly. The result is the same, bit for
+                bit, as with that `batch_size`. Batches of a `tf.data.Dataset` are cut anew.
+            resume: names of the optimizer's settings that are taken as they are now, where the
+                checkpoint has others: "learning_rate" (a number, a schedule, or what callbacks
+                set), "weight_decay" or another of its numbers. A schedule counts from the updates
+                that are done. Without a name, a setting that differs is refused. A setting that is
+                as it was saved keeps what training made of it, so a script may go on naming it.
 
-        Returns:
-            The `History`, which is also `model.history`. Its attribute `programs` has, for each kind of program that
-            was compiled or traced so far, how many there are and the seconds of their first calls.
+        Returns: The `History`, which is also `model.history`. Its attribute `programs` has, for
+            each kind of program that was compiled or traced so far, how many there are and the
+            seconds of their first calls.
 
-        Raises:
-            TypeError, ValueError: raised before any weight moves if data does not fit, or if none of the checkpoints in
-                `checkpoint_dir` is good, or they are of another model, optimizer, loss scale or batch plan, or their
-                place cannot be found in other pieces; raised with no weight moved by them if labels or ids are out of
-                range.
+        Raises: TypeError, ValueError: raised before any weight moves if data does not fit, or if
+            none of the checkpoints in
+                `checkpoint_dir` is good, or they are of another model, optimizer, loss scale or
+                batch plan, or their place cannot be found in other pieces; raised with no weight
+                moved by them if labels or ids are out of range.
             NonFiniteError: raised if training can only skip its steps (see `on_nonfinite`).
-            OutOfMemoryError: raised before any weight moves if a train step cannot fit the device, or where memory ran
-                out, with the `batch_size` that fits.
+            OutOfMemoryError: raised before any weight moves if a train step cannot fit the device,
+                or where memory ran out, with the `batch_size` that fits.
             RuntimeError: raised if a checkpoint could not be written.
             Preempted: raised after SIGTERM, with the state saved.
         """
         schedule = Schedule(
-            epochs, initial_epoch, steps_per_epoch, validation_steps, validation_batch_size, validation_freq
+            epochs,
+            initial_epoch,
+            steps_per_epoch,
+            validation_steps,
+            validation_batch_size,
+            validation_freq,
         )
         saver = Saver(checkpoint_dir, checkpoint_every, keep, resume)
         fitting = Fit(self._builder, schedule, saver, verbose)
@@ -337,18 +380,30 @@ class Trainer:
         callbacks: arguments.CallbacksArgument = None,
         return_dict: bool = False,
     ) -> float | list[float] | dict[str, float]:
-        """Computes loss and metrics over a whole data set, with the arguments of Keras's `evaluate`.
+        """Computes loss and metrics over a whole data set, with the arguments of Keras's
+        `evaluate`.
 
-        The loss is that of all rows as one batch: the sum of the losses divided by the sum of the weights, not a mean
-        of the batches' means. Weights and state stay as they are. `steps` and the numbers that callbacks see count
-        batches, as in Keras. Returns the loss, a list of loss and metrics, or with `return_dict` a dict.
+        The loss is that of all rows as one batch: the sum of the losses divided by the sum of the
+            weights, not a mean
+        of the batches' means. Weights and state stay as they are. `steps` and the numbers that
+        callbacks see count batches, as in Keras. Returns the loss, a list of loss and metrics, or
+        with `return_dict` a dict.
         """
         self._builder.fingerprint.require_alike("evaluate", steps=steps)
         checks.true_or_false("return_dict", return_dict)
         options = self._present_options
-        data = self._recipe.make_source(x, y, sample_weight, options, batch_size=batch_size, steps="steps")
+        data = self._recipe.make_source(
+            x, y, sample_weight, options, batch_size=batch_size, steps="steps"
+        )
         evaluation = Evaluation(self._builder, data, options, steps)
-        hooks = Callbacks(callbacks, self.model, verbose=verbose, epochs=1, steps=evaluation.batches, history=False)
+        hooks = Callbacks(
+            callbacks,
+            self.model,
+            verbose=verbose,
+            epochs=1,
+            steps=evaluation.batches,
+            history=False,
+        )
         with reading(evaluation):
             logs = evaluation(hooks)
         return logs if return_dict else evaluation.in_order(logs)
@@ -364,18 +419,22 @@ class Trainer:
     ) -> Any:
         """The model's outputs for `x`, as NumPy arrays: Keras's own `predict`."""
         self._builder.fingerprint.require_alike("predict", steps=steps)
-        return predict(self._model, x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks)
+        return predict(
+            self._model, x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
+        )
 
     @workers.abort_peers_on_error
     def train_step(self, stack: tuple[arguments.Arrays | None, ...]) -> StepResult:
-        """One train step on `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches, rows, ...]`.
+        """One train step on `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches,
+        rows, ...]`.
 
         Reading one of the results, which are on the device, waits for the step.
 
-        Raises:
-            ValueError: raised if axes do not match, or labels or ids are out of range (with a GPU, which this does not
+        Raises: ValueError: raised if axes do not match, or labels or ids are out of range (with a
+            GPU, which this does not
                 wait for, at the next call).
-            NonFiniteError: raised if training can only skip its steps (likewise; see `on_nonfinite`).
+            NonFiniteError: raised if training can only skip its steps (likewise; see
+                `on_nonfinite`).
         """
         return self._step_inputs.run(stack)
 
@@ -388,28 +447,26 @@ class Trainer:
         sample_weight: arguments.Arrays | None = None,
         verbose: bool = True,
     ) -> Summary:
-        """Prints what a train step computes and holds: parameters, FLOPs, memory by kind, and what was compiled so far.
-        Compiles the step where that was not done yet; runs nothing.
+        """Prints what a train step computes and holds: parameters, FLOPs, memory by kind, and what
+        was compiled so far. Compiles the step where that was not done yet; runs nothing.
 
-        Args:
-            x: as `fit` takes it; only shapes and dtypes are read. None for the data that the trainer has seen first.
-            y: as `fit` takes it.
-            batch_size: rows of a micro-batch, as in `fit`; a dataset's, too, whose batches may differ.
-            sample_weight: as `fit` takes it.
+        Args: x: as `fit` takes it; only shapes and dtypes are read. None for the data that the
+            trainer has seen first. y: as `fit` takes it. batch_size: rows of a micro-batch, as in
+            `fit`; a dataset's, too, whose batches may differ. sample_weight: as `fit` takes it.
             verbose: False prints nothing.
 
-        Returns:
-            The figures: `flops`, `memory` and the others of the table, which is its `str`. Under tf.distribute they
-            are those of one replica.
+        Returns: The figures: `flops`, `memory` and the others of the table, which is its `str`.
+            Under tf.distribute they are those of one replica.
 
-        Raises:
-            TypeError: raised if x is an iterator, which could not be read again.
-            ValueError: raised if there is no x and the trainer has seen none, if a dataset comes without batch_size, or
+        Raises: TypeError: raised if x is an iterator, which could not be read again. ValueError:
+            raised if there is no x and the trainer has seen none, if a dataset comes without
+            batch_size, or
                 if there is no XLA program.
 
         >>> model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(10)])
         >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
-        >>> found = trainer.summary(keras.ops.ones((64, 100)), keras.ops.ones((64, 10)), batch_size=16, verbose=False)
+        >>> x, y = keras.ops.ones((64, 100)), keras.ops.ones((64, 10))
+        >>> found = trainer.summary(x, y, batch_size=16, verbose=False)
         >>> found.trainable_parameters, found.memory.by_kind["weights"]
         (1010, 4040)
         """
@@ -418,8 +475,12 @@ class Trainer:
             print(found)
         return found
 
-    def compiler_ir(self, stack: tuple[arguments.Arrays | None, ...], stage: ir.Stage = "optimized_hlo") -> str | bytes:
-        """The compiled train step for a stack of this shape: "optimized_hlo", "stablehlo_serialized", ..."""
+    def compiler_ir(
+        self, stack: tuple[arguments.Arrays | None, ...], stage: ir.Stage = "optimized_hlo"
+    ) -> str | bytes:
+        """The compiled train step for a stack of this shape: "optimized_hlo",
+        "stablehlo_serialized", ...
+        """
         return ir.compiler_ir(*self._step_inputs.program(stack), stage=stage)
 
     def memory_analysis(self, stack: tuple[arguments.Arrays | None, ...]) -> ir.MemoryAnalysis:

@@ -1,6 +1,7 @@
 """The reference model: a decoder-only transformer over token ids, built from the kernels.
 
-Shape suffixes: B batch, T time, D width, H heads, G heads of keys and values, K width per head, F width of the
+Shape suffixes: B batch, T time, D width, H heads, G heads of keys and values, K width per head, F
+    width of the
 MLP (4 D), V vocabulary.
 """
 
@@ -53,7 +54,10 @@ class ContextLimit(keras.layers.Layer):
     def call(self, ids_BT: tf.Tensor) -> tf.Tensor:
         time = ids_BT.shape[1]
         if time is not None and time > self.context:
-            raise ValueError(f"{time} positions do not fit context={self.context}: cut the ids, or use a larger one.")
+            raise ValueError(
+                f"{time} positions do not fit context={self.context}: cut the ids, or use a "
+                "larger one."
+            )
         return ids_BT
 
     def compute_output_shape(self, ids_shape: Shape) -> Shape:
@@ -65,7 +69,9 @@ class ContextLimit(keras.layers.Layer):
 
 @_register
 class LearnedPositions(ContextLimit):
-    """Adds a learned vector for each position: `x + table[:T]`, `[B, T, D] -> [B, T, D]`, T at most `context`."""
+    """Adds a learned vector for each position: `x + table[:T]`, `[B, T, D] -> [B, T, D]`, T at most
+    `context`.
+    """
 
     def build(self, x_shape: Shape) -> None:
         self.table_TD = self.add_weight((self.context, x_shape[-1]), _normal(1, 0.5), name="table")
@@ -81,8 +87,10 @@ class _AttentionLayer(keras.layers.Layer):
         self,
         heads: int,  # of queries; must divide the width
         key_value_heads: int | None = None,  # fewer for grouped-query attention; by default `heads`
-        rotary: bool = True,  # turn queries and keys by their position (RoPE, Su et al. 2021; halves paired)
-        residual_scale: float = 1.0,  # factor on the spread of the output projection's initial values
+        # turn queries and keys by their position (RoPE, Su et al. 2021; halves paired)
+        rotary: bool = True,
+        # factor on the spread of the output projection's initial values
+        residual_scale: float = 1.0,
         **kwargs: object,
     ):
         super().__init__(**kwargs)
@@ -120,7 +128,10 @@ class CausalSelfAttention(_AttentionLayer):
         qkv_BTHK = ops.reshape(self.qkv(x_BTD), (batch, time, sum(heads), self.head_width))
         q_BTHK, k_BTGK, v_BTGK = ops.split(qkv_BTHK, [heads[0], heads[0] + heads[1]], axis=2)
         if self.rotary:
-            tables = (table(_rotary, time, self.head_width, sine, dtype=q_BTHK.dtype) for sine in (False, True))
+            tables = (
+                table(_rotary, time, self.head_width, sine, dtype=q_BTHK.dtype)
+                for sine in (False, True)
+            )
             cos_T1K, sin_T1K = tables
             q_BTHK, k_BTGK = _rotate(q_BTHK, cos_T1K, sin_T1K), _rotate(k_BTGK, cos_T1K, sin_T1K)
         output_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
@@ -129,7 +140,8 @@ class CausalSelfAttention(_AttentionLayer):
 
 @_register
 class TransformerBlock(_AttentionLayer):
-    """One pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`: `[B, T, D] -> [B, T, D]`.
+    """One pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`: `[B, T, D] -> [B, T,
+    D]`.
 
     The MLP is `gelu(x W_1) W_2`, four times as wide inside.
     """
@@ -169,25 +181,26 @@ def gpt(
 ) -> keras.Model:
     """Builds a decoder-only transformer, from token ids to the logits of each next token.
 
-    It consists of an embedding, `layers` pre-norm blocks with causal attention, a final norm, and a linear head in
-    float32, without biases. Train it with `fastaccum.LinearCrossEntropy`, which holds a part of large logits at a time.
+    It consists of an embedding, `layers` pre-norm blocks with causal attention, a final norm, and a
+    linear head in float32, without biases. Train it with `fastaccum.LinearCrossEntropy`, which
+    holds a part of large logits at a time.
 
-    Args:
-        vocabulary_size: ids are in `[0, vocabulary_size)`; 256, for bytes, unless the preset says otherwise.
-        context: the most positions that the model takes (128); fewer work too.
-        width: size of a token's vector (256).
-        layers: number of blocks (4).
-        heads: attention heads (4).
-        key_value_heads: heads of keys and values, fewer for grouped-query attention; by default `heads`.
-        positions: "rotary" (then `width / heads` must be even), or "learned", a vector added for each position.
-        tied: the head is the embedding's table, transposed (False).
-        stacked: make the blocks one `fastaccum.kernels.LayerStack` (False). It keeps only those activations of each
+    Args: vocabulary_size: ids are in `[0, vocabulary_size)`; 256, for bytes, unless the preset says
+        otherwise. context: the most positions that the model takes (128); fewer work too. width:
+        size of a token's vector (256). layers: number of blocks (4). heads: attention heads (4).
+        key_value_heads: heads of keys and values, fewer for grouped-query attention; by default
+        `heads`. positions: "rotary" (then `width / heads` must be even), or "learned", a vector
+        added for each position. tied: the head is the embedding's table, transposed (False).
+        stacked: make the blocks one `fastaccum.kernels.LayerStack` (False). It keeps only those
+        activations of each
             block that `policy` names, and compile time and program size do not grow with depth.
-        policy: of that LayerStack: what is kept for the backward pass. By default it is chosen by size. On a GPU that
-            has memory for everything, the blocks are unrolled: the step is faster, and takes longer to compile.
-        preset: sizes by name, "nano", "micro", "124m", "350m" or "1.3b"; those given as arguments override it.
-        dtype: a Keras dtype or policy for every layer but the head, such as "mixed_float16"; by default the
-            global one (`keras.config.dtype_policy()`).
+        policy: of that LayerStack: what is kept for the backward pass. By default it is chosen by
+            size. On a GPU that has memory for everything, the blocks are unrolled: the step is
+            faster, and takes longer to compile.
+        preset: sizes by name, "nano", "micro", "124m", "350m" or "1.3b"; those given as arguments
+            override it.
+        dtype: a Keras dtype or policy for every layer but the head, such as "mixed_float16"; by
+            default the global one (`keras.config.dtype_policy()`).
 
     Returns:
         A `keras.Model`, int32 `[batch, time]` -> float32 `[batch, time, vocabulary_size]`.
@@ -200,43 +213,75 @@ def gpt(
     """
     one_of("positions", positions, ("rotary", "learned"))
     object_name(name)
-    chosen = dict(_DEFAULTS if preset is None else _DEFAULTS | PRESETS[one_of("preset", preset, tuple(PRESETS))])
+    chosen = dict(
+        _DEFAULTS
+        if preset is None
+        else _DEFAULTS | PRESETS[one_of("preset", preset, tuple(PRESETS))]
+    )
     if isinstance(vocabulary_size, str) and vocabulary_size in PRESETS:
-        raise ValueError(f"vocabulary_size={vocabulary_size!r} is a preset: did you mean preset={vocabulary_size!r}?")
+        raise ValueError(
+            f"vocabulary_size={vocabulary_size!r} is a preset: did you mean "
+            f"preset={vocabulary_size!r}?"
+        )
     given = (vocabulary_size, context, width, layers, heads, tied, stacked)
-    chosen |= {name: value for name, value in zip(_DEFAULTS, given, strict=True) if value is not None}
+    chosen |= {
+        name: value for name, value in zip(_DEFAULTS, given, strict=True) if value is not None
+    }
     tied, stacked = (true_or_false(name, chosen.pop(name)) for name in ("tied", "stacked"))
     if policy != "auto" and not stacked:
-        raise ValueError(f"policy={shown(policy)} is for stacked=True: blocks that are not stacked keep everything.")
+        raise ValueError(
+            f"policy={shown(policy)} is for stacked=True: blocks that are not stacked keep "
+            "everything."
+        )
     with naming("dtype"):
-        computes = keras.dtype_policies.get(keras.config.dtype_policy() if dtype is None else dtype).compute_dtype
+        computes = keras.dtype_policies.get(
+            keras.config.dtype_policy() if dtype is None else dtype
+        ).compute_dtype
     if computes not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"dtype={dtype!r} computes in {computes}: attention takes float32, float16 and bfloat16.")
-    vocabulary_size, context, width, layers, heads = (whole_number(key, value) for key, value in chosen.items())
-    key_value_heads = whole_number("key_value_heads", heads if key_value_heads is None else key_value_heads)
+        raise ValueError(
+            f"dtype={dtype!r} computes in {computes}: attention takes float32, float16 and "
+            "bfloat16."
+        )
+    vocabulary_size, context, width, layers, heads = (
+        whole_number(key, value) for key, value in chosen.items()
+    )
+    key_value_heads = whole_number(
+        "key_value_heads", heads if key_value_heads is None else key_value_heads
+    )
     rotary = positions == "rotary"
     if width % heads or (rotary and width // heads % 2):
         why = "rotary positions turn pairs in a head" if rotary else "each head takes an equal part"
         multiple = f"2 * heads={2 * heads}" if rotary else f"heads={heads}"
         raise ValueError(f"width={width} must be divisible by {multiple}: {why}.")
     if heads % key_value_heads:
-        raise ValueError(f"heads={heads} must be divisible by key_value_heads={key_value_heads}: each serves a group.")
+        raise ValueError(
+            f"heads={heads} must be divisible by key_value_heads={key_value_heads}: each serves "
+            "a group."
+        )
 
     if tied:
         # As a head it starts small; what it embeds is scaled up to unit spread.
         table = {"embeddings_initializer": _normal(width, 0.5), "reverse_dtype": "float32"}
-        embedding = keras.layers.ReversibleEmbedding(vocabulary_size, width, **table, dtype=dtype, name="embedding")
+        embedding = keras.layers.ReversibleEmbedding(
+            vocabulary_size, width, **table, dtype=dtype, name="embedding"
+        )
     else:
-        embedding = keras.layers.Embedding(vocabulary_size, width, _normal(1), dtype=dtype, name="embedding")
+        embedding = keras.layers.Embedding(
+            vocabulary_size, width, _normal(1), dtype=dtype, name="embedding"
+        )
 
     def block(name=None):
         # Each block adds two terms to the residual: this keeps its spread the same at any depth.
-        return TransformerBlock(heads, key_value_heads, rotary, 1 / math.sqrt(2 * layers), dtype=dtype, name=name)
+        return TransformerBlock(
+            heads, key_value_heads, rotary, 1 / math.sqrt(2 * layers), dtype=dtype, name=name
+        )
 
     ids_BT = keras.Input((None,), dtype="int32", name="ids")
     x_BTD = embedding(ContextLimit(context, name="context")(ids_BT))
     if tied:
-        x_BTD = keras.layers.Rescaling(2 * math.sqrt(width), dtype=dtype, name="embedding_scale")(x_BTD)
+        x_BTD = keras.layers.Rescaling(2 * math.sqrt(width), dtype=dtype, name="embedding_scale")(
+            x_BTD
+        )
     if not rotary:
         x_BTD = LearnedPositions(context, dtype=dtype, name="positions")(x_BTD)
     if stacked:
@@ -258,7 +303,9 @@ def _norm(name, dtype):
 
 
 def _dense(units, fan_in, name, dtype, scale=1.0):
-    return keras.layers.Dense(units, use_bias=False, kernel_initializer=_normal(fan_in, scale), dtype=dtype, name=name)
+    return keras.layers.Dense(
+        units, use_bias=False, kernel_initializer=_normal(fan_in, scale), dtype=dtype, name=name
+    )
 
 
 def _normal(fan_in, scale=1.0):
@@ -267,7 +314,9 @@ def _normal(fan_in, scale=1.0):
 
 
 def _rotary(time, head_width, sine):
-    """`[T, 1, K]`, of angles `t * 10000**(-2 i / K)`: what either half of K is multiplied by; by `sine`, the other."""
+    """`[T, 1, K]`, of angles `t * 10000**(-2 i / K)`: what either half of K is multiplied by; by
+    `sine`, the other.
+    """
     inverse = ops.power(10000.0, -ops.arange(0, head_width, 2, dtype="float32") / head_width)
     angles_T1K = ops.cast(unfused(ops.arange(time)), "float32")[:, None, None] * inverse
     half_T1K = ops.sin(angles_T1K) if sine else ops.cos(angles_T1K)
@@ -277,8 +326,13 @@ def _rotary(time, head_width, sine):
 def _rotate(t_BTHK, cos_T1K, sin_T1K):
     *sizes, width = ops.shape(t_BTHK)
     if has_gpu():
-        # A GPU reads a reversed axis in place, and concatenates in a kernel of its own; a CPU the other way round.
-        swapped_BTHK = ops.reshape(ops.flip(ops.reshape(t_BTHK, (*sizes, 2, width // 2)), -2), (*sizes, width))
+        # A GPU reads a reversed axis in place, and concatenates in a kernel of its own; a CPU the
+        # other way round.
+        swapped_BTHK = ops.reshape(
+            ops.flip(ops.reshape(t_BTHK, (*sizes, 2, width // 2)), -2), (*sizes, width)
+        )
     else:
-        swapped_BTHK = ops.concatenate([t_BTHK[..., width // 2 :], t_BTHK[..., : width // 2]], axis=-1)
+        swapped_BTHK = ops.concatenate(
+            [t_BTHK[..., width // 2 :], t_BTHK[..., : width // 2]], axis=-1
+        )
     return t_BTHK * cos_T1K + swapped_BTHK * sin_T1K

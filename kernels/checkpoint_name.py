@@ -14,7 +14,8 @@ from fastaccum.kernels.checks import as_tensor, shown
 def checkpoint_name(x: tf.Tensor, name: str) -> tf.Tensor:
     """Returns x itself. In a layer of a `LayerStack`, the stack's `policy` may keep x by this name.
 
-    As `jax.ad_checkpoint.checkpoint_name`. Inside a custom gradient, name what its backward function reads.
+    As `jax.ad_checkpoint.checkpoint_name`. Inside a custom gradient, name what its backward
+    function reads.
 
     >>> float(checkpoint_name(tf.constant(2.0), "scores"))
     2.0

@@ -30,17 +30,23 @@ def as_tensor(name: str, value: object) -> tf.Tensor:
     """Converts `value` to a dense tensor that the current graph may use."""
     if isinstance(value, np.ndarray):
         if np.ma.is_masked(value):
-            raise TypeError(f"{name} is a masked array, and a tensor has no masked elements: fill them.")
+            raise TypeError(
+                f"{name} is a masked array, and a tensor has no masked elements: fill them."
+            )
         if not value.dtype.isnative:
-            value = value.astype(value.dtype.newbyteorder("="))  # a graph would read the bytes in the other order
+            # a graph would read the bytes in the other order
+            value = value.astype(value.dtype.newbyteorder("="))
     try:
         converted = tf.convert_to_tensor(value)
     except Exception as error:
         raise TypeError(
-            f"{name}={shown(value)} must be a tensor, or an array, a variable or lists of numbers that make one."
+            f"{name}={shown(value)} must be a tensor, or an array, a variable or lists of "
+            "numbers that make one."
         ) from error
     if tf.is_symbolic_tensor(converted) and not _reachable(converted.graph):
-        raise ValueError(f"{name}={shown(converted)} is a tensor of a graph that was left: return it from there.")
+        raise ValueError(
+            f"{name}={shown(converted)} is a tensor of a graph that was left: return it from there."
+        )
     return converted
 
 
@@ -54,7 +60,9 @@ def _reachable(graph: tf.Graph) -> bool:
 
 @contextlib.contextmanager
 def naming(culprit: str, *more: type[Exception]) -> Iterator[None]:
-    """Puts the argument's name in front of a TypeError, a ValueError or one of `more` raised inside the block."""
+    """Puts the argument's name in front of a TypeError, a ValueError or one of `more` raised inside
+    the block.
+    """
     try:
         yield
     except Exception as error:
@@ -66,7 +74,9 @@ def naming(culprit: str, *more: type[Exception]) -> Iterator[None]:
 
 def object_name(value: object) -> str | None:
     """Checks the name of a layer, a model or a loss, or None."""
-    if value is not None and not (isinstance(value, str) and value.isprintable() and value and "/" not in value):
+    if value is not None and not (
+        isinstance(value, str) and value.isprintable() and value and "/" not in value
+    ):
         error = ValueError if isinstance(value, str) else TypeError
         raise error(f"name={shown(value)} must be a printable string without '/'.")
     return value
@@ -95,7 +105,12 @@ def positive(name: str, value: object, or_else: str = "") -> float:
 
 def fraction(name: str, value: object) -> float:
     """Returns `value` as a float of at least 0 and below 1."""
-    return number(name, value, "a number of at least 0 and below 1", lambda v: 0 <= v < 1 and bool(np.float32(v) < 1))
+    return number(
+        name,
+        value,
+        "a number of at least 0 and below 1",
+        lambda v: 0 <= v < 1 and bool(np.float32(v) < 1),
+    )
 
 
 def whole_number(name: str, value: Any, minimum: int | None = 1) -> int:
@@ -103,7 +118,8 @@ def whole_number(name: str, value: Any, minimum: int | None = 1) -> int:
     rule = "a whole number" if minimum is None else f"a whole number of at least {minimum}"
     least = -sys.maxsize if minimum is None else minimum
     if isinstance(value, numbers.Integral) and int(value) > sys.maxsize:
-        raise ValueError(f"{name} must be {rule} and at most {sys.maxsize}.")  # of any length, so not shown
+        # of any length, so not shown
+        raise ValueError(f"{name} must be {rule} and at most {sys.maxsize}.")
     number(name, value, rule, lambda v: least <= v <= sys.maxsize and v == int(v))
     return int(value)
 

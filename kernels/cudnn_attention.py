@@ -1,7 +1,10 @@
-"""Attention as cuDNN computes it, through XLA's own custom calls; shape suffixes are those of `attention`.
+"""Attention as cuDNN computes it, through XLA's own custom calls; shape suffixes are those of
+`attention`.
 
-Not run on a GPU yet: the calls are those that JAX makes for the same shapes, and XLA compiles them for an H200, but
-without a device it leaves cuDNN's part undone. So "auto" tries each kind of call on the device first (`is_usable`).
+Not run on a GPU yet: the calls are those that JAX makes for the same shapes, and XLA compiles them
+    for an H200, but
+without a device it leaves cuDNN's part undone. So "auto" tries each kind of call on the device
+first (`is_usable`).
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from fastaccum.kernels.devices import compute_capability, has_gpu
 from fastaccum.kernels.xla_ops import HALF, first_order, in_xla
 
 Axes = tuple[int, int]
-# Contracted and batch axes of both operands of each product, of [B, T, H, K], [B, S, G, K] and scores [B, H, T, S].
+# Contracted and batch axes of both operands of each product, of [B, T, H, K], [B, S, G, K] and
+# scores [B, H, T, S].
 _FORWARD = {"bmm1": ((3, 3), (0, 2), (0, 2)), "bmm2": ((3, 1), (0, 1), (0, 2))}
 _BACKWARD = {
     "bmm1_grad_gemm1": ((2, 1), (0, 1), (0, 2)),
@@ -32,7 +36,8 @@ _BACKWARD = {
     "bmm2_grad_gemm2": ((3, 3), (0, 2), (0, 2)),
 }
 _STABLEHLO = {tf.float16: "f16", tf.bfloat16: "bf16", tf.float32: "f32", tf.uint8: "ui8"}
-# Added to the score of a key that is not to be seen: its weight is exp of it, 0. JAX's, but in float16 the lowest.
+# Added to the score of a key that is not to be seen: its weight is exp of it, 0. JAX's, but in
+# float16 the lowest.
 _HIDDEN = {tf.float16: tf.float16.min, tf.bfloat16: -(2.0**41)}
 # Of the largest value: what half precision explains.
 _ROUNDING = {tf.float16: 0.01, tf.bfloat16: 0.05}
@@ -51,8 +56,13 @@ class Call(NamedTuple):
     dropout: bool = False  # a mask of all heads says which weights are kept
 
     def example(self) -> Call:
-        """Returns a small call of the same kind; of T and S above 512 what a kernel's tiles leave over."""
-        queries, keys = (size if size <= 512 else 256 + size % 256 for size in (self.query_shape[1], self.key_shape[1]))
+        """Returns a small call of the same kind; of T and S above 512 what a kernel's tiles leave
+        over.
+        """
+        queries, keys = (
+            size if size <= 512 else 256 + size % 256
+            for size in (self.query_shape[1], self.key_shape[1])
+        )
         (_, _, heads, width), groups = self.query_shape, min(self.key_shape[2], 2)
         query_shape = (2, queries, groups * (heads // self.key_shape[2]), width)
         return self._replace(query_shape=query_shape, key_shape=(2, keys, groups, width))
@@ -69,10 +79,15 @@ class Call(NamedTuple):
         if not all((*self.query_shape, *self.key_shape)):
             return "sizes that are not known when this is traced"
         if width % 8 or width > widest:
-            return f"heads {width} wide: they must be a multiple of 8, up to {widest} on this device"
+            return (
+                f"heads {width} wide: they must be a multiple of 8, up to {widest} on this device"
+            )
         masked = self.packed or self.dropout
         if (self.causal or masked) and queries != keys:
-            return f"{queries} queries and {keys} keys: there must be as many if causal or packed, or with dropout"
+            return (
+                f"{queries} queries and {keys} keys: there must be as many if causal or packed, "
+                "or with dropout"
+            )
         if masked and queries % 2:
             return f"packed sequences or dropout over {queries} tokens: their number must be even"
         if masked and 2 * batch * (heads if self.dropout else 1) * queries * keys > _LARGEST_MASK:
@@ -82,20 +97,30 @@ class Call(NamedTuple):
 
 
 def is_usable(call: Call) -> bool:
-    """Returns whether cuDNN takes the call on the device in use: tries each kind once, with a warning if it fails."""
+    """Returns whether cuDNN takes the call on the device in use: tries each kind once, with a
+    warning if it fails.
+    """
     device = _device()
-    return ":GPU:" in device and call.reason_against() is None and _tried(call.example(), device) is None
+    return (
+        ":GPU:" in device
+        and call.reason_against() is None
+        and _tried(call.example(), device) is None
+    )
 
 
 def _device() -> str:
-    """Returns the device of a function that is traced now, which under `tf.device("CPU:0")` is not the GPU."""
+    """Returns the device of a function that is traced now, which under `tf.device("CPU:0")` is not
+    the GPU.
+    """
     with tf.init_scope():
         return tf.zeros([]).device
 
 
 @functools.cache
 def _tried(call: Call, device: str) -> str | None:
-    """Runs a call forward and backward, next to the unfused expression, and returns what went wrong, or None."""
+    """Runs a call forward and backward, next to the unfused expression, and returns what went
+    wrong, or None.
+    """
     rng = np.random.default_rng(0)
     shapes = [call.query_shape, call.key_shape, call.key_shape, call.query_shape]
     ids = np.sort(rng.integers(0, 3, call.query_shape[:2])).astype("int32")
@@ -108,14 +133,17 @@ def _tried(call: Call, device: str) -> str | None:
             reason = f"{type(error).__name__}: {error}"
     if reason:
         warnings.warn(
-            f"cuDNN's attention is not used for calls like {call}: tried on {device}, it failed. {reason}",
+            f"cuDNN's attention is not used for calls like {call}: tried on {device}, it failed. "
+            f"{reason}",
             RuntimeWarning,
             stacklevel=2,
         )
     return reason
 
 
-def _compute_both(call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor) -> list[tuple[tf.Tensor, tf.Tensor]]:
+def _compute_both(
+    call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor
+) -> list[tuple[tf.Tensor, tf.Tensor]]:
     """Computes output and gradients of the call, each beside the unfused expression's."""
 
     @tf.function(jit_compile=True, autograph=False)
@@ -126,9 +154,15 @@ def _compute_both(call: Call, tensors: Sequence[tf.Tensor], ids: tf.Tensor) -> l
 
         def outcome(attend, *inputs):
             output = attend(*inputs)
-            return output, *tf.gradients(output, inputs, tf.cast(doutput, output.dtype))  # no tape records here
+            # no tape records here
+            return output, *tf.gradients(output, inputs, tf.cast(doutput, output.dtype))
 
-        fused = outcome(lambda *t: cudnn_attention(*t, Form(scale, call.causal, segments, dropout)), query, key, value)
+        fused = outcome(
+            lambda *t: cudnn_attention(*t, Form(scale, call.causal, segments, dropout)),
+            query,
+            key,
+            value,
+        )
         exact = outcome(
             lambda *t: reference_attention(*t, Form(scale, call.causal, segments, dropout)),
             *(tf.cast(t, tf.float32) for t in (query, key, value)),
@@ -150,17 +184,19 @@ def _compare(outcomes: Sequence[tuple[tf.Tensor, tf.Tensor]], dtype: tf.DType) -
 
 
 def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Form) -> tf.Tensor:
-    """Computes `attention` as one fused kernel forward and one backward, on operands as they lie in memory.
+    """Computes `attention` as one fused kernel forward and one backward, on operands as they lie in
+    memory.
 
-    With dropout each pass makes two calls, since cuDNN's own dropout draws other numbers in a training that is resumed.
-    The first attends to the kept keys, the second to all. With `P1 = softmax(scores of kept)` and its log-sum-exp `l1`,
-    P and l of all, and `share = exp(l1 - l) / (1 - rate)`, the weights after dropout are `share * P1`, so that
+    With dropout each pass makes two calls, since cuDNN's own dropout draws other numbers in a
+    training that is resumed. The first attends to the kept keys, the second to all. With `P1 =
+    softmax(scores of kept)` and its log-sum-exp `l1`, P and l of all, and `share = exp(l1 - l) / (1
+    - rate)`, the weights after dropout are `share * P1`, so that
 
         output = share * P1 @ value
         dscores = P1 * (share * doutput @ value^T) - P * sum(doutput * output)
 
-    A call on the way back computes `P * (doutput @ value^T - sum(doutput * output))` of what it is given: the first
-    term is that of an output of 0, the second that of values of 0.
+    A call on the way back computes `P * (doutput @ value^T - sum(doutput * output))` of what it is
+    given: the first term is that of an output of 0, the second that of values of 0.
     """
     _require(query, key, form)
     sees_BT11 = None
@@ -168,8 +204,12 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Fo
         sees_BT11 = _sees(form.segments, form.causal)[..., None, None]
 
     def zeroed(t_BTHK):
-        """Returns 0 for a query that sees nothing: all its scores are as low, and cuDNN returns a mean."""
-        return t_BTHK if sees_BT11 is None else tf.where(sees_BT11, t_BTHK, tf.zeros([], t_BTHK.dtype))
+        """Returns 0 for a query that sees nothing: all its scores are as low, and cuDNN returns a
+        mean.
+        """
+        return (
+            t_BTHK if sees_BT11 is None else tf.where(sees_BT11, t_BTHK, tf.zeros([], t_BTHK.dtype))
+        )
 
     kept, masks = _make_kept(form, query, key), _masks(form, query.dtype)
     rate = 0.0 if form.dropout is None else form.dropout[0]
@@ -179,9 +219,13 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Fo
         output_BTHK, lse_BHT = _forward(form, inputs_BTHK, masks)
         output_BTHK, lses = zeroed(output_BTHK), [lse_BHT]
         if rate:
-            output_BTHK, lse_of_kept_BHT = _forward(form, inputs_BTHK, _masks(form, query.dtype, kept(0)))
+            output_BTHK, lse_of_kept_BHT = _forward(
+                form, inputs_BTHK, _masks(form, query.dtype, kept(0))
+            )
             # Of a row without a kept key: so that its weights are exactly 0 on the way back, too.
-            lse_of_kept_BHT = tf.where(lse_of_kept_BHT < _HIDDEN[query.dtype] / 2, 1e30, lse_of_kept_BHT)
+            lse_of_kept_BHT = tf.where(
+                lse_of_kept_BHT < _HIDDEN[query.dtype] / 2, 1e30, lse_of_kept_BHT
+            )
             lses.append(lse_of_kept_BHT)
             output_BTHK = zeroed(_scaled(output_BTHK, rate, *lses))
         # Kept for the backward pass is what the next layer takes, and no second tensor beside it.
@@ -196,7 +240,9 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Fo
             barred_BTHK, zero = private.xla.optimization_barrier(doutput_BTHK, tf.constant(0))
             of_kept = _masks(form, query.dtype, kept(zero))
             scaled_BTHK = _scaled(barred_BTHK, rate, *lses)
-            one = _backward(form, inputs_BTHK, lses[1], scaled_BTHK, of_kept, tf.zeros_like(output_BTHK))
+            one = _backward(
+                form, inputs_BTHK, lses[1], scaled_BTHK, of_kept, tf.zeros_like(output_BTHK)
+            )
             without_value = *inputs_BTHK[:2], tf.zeros_like(inputs_BTHK[2])
             other = _backward(form, without_value, lses[0], barred_BTHK, masks, output_BTHK)
             return first_order([one[0] + other[0], one[1] + other[1], one[2]], "cuDNN's attention")
@@ -206,11 +252,15 @@ def cudnn_attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, form: Fo
     return run(query, key, value)
 
 
-def _forward(form: Form, inputs: Sequence[tf.Tensor], masks: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _forward(
+    form: Form, inputs: Sequence[tf.Tensor], masks: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
     batch, queries, heads, _ = inputs[0].shape
     results = [inputs[0], tf.TensorSpec([batch, heads, queries], tf.float32)]
     config = _configure(inputs[0], inputs[1], form.scale, form.causal, _FORWARD)
-    return _call(f"__cudnn$fmha{'ScaleBias' * len(masks)}Softmax", [*inputs, *masks], results, config)
+    return _call(
+        f"__cudnn$fmha{'ScaleBias' * len(masks)}Softmax", [*inputs, *masks], results, config
+    )
 
 
 def _backward(form, inputs, lse_BHT, doutput_BTHK, masks, output_BTHK) -> list[tf.Tensor]:
@@ -219,13 +269,23 @@ def _backward(form, inputs, lse_BHT, doutput_BTHK, masks, output_BTHK) -> list[t
     return _call(f"__cudnn$fmha{'ScaleBias' * len(masks)}SoftmaxBackward", operands, inputs, config)
 
 
-def _scaled(t_BTHK: tf.Tensor, rate: float, lse_BHT: tf.Tensor, lse_of_kept_BHT: tf.Tensor) -> tf.Tensor:
-    share_BHT = tf.where(lse_of_kept_BHT > 1e29, 0.0, tf.exp(lse_of_kept_BHT - lse_BHT) / (1 - rate))
-    return tf.cast(tf.cast(t_BTHK, tf.float32) * tf.transpose(share_BHT, [0, 2, 1])[..., None], t_BTHK.dtype)
+def _scaled(
+    t_BTHK: tf.Tensor, rate: float, lse_BHT: tf.Tensor, lse_of_kept_BHT: tf.Tensor
+) -> tf.Tensor:
+    share_BHT = tf.where(
+        lse_of_kept_BHT > 1e29, 0.0, tf.exp(lse_of_kept_BHT - lse_BHT) / (1 - rate)
+    )
+    return tf.cast(
+        tf.cast(t_BTHK, tf.float32) * tf.transpose(share_BHT, [0, 2, 1])[..., None], t_BTHK.dtype
+    )
 
 
-def _make_kept(form: Form, query: tf.Tensor, key: tf.Tensor) -> Callable[[int | tf.Tensor], tf.Tensor]:
-    """Returns a function that draws which weights dropout keeps, bool [B, H, T, S]; of a 0 that ties it to a pass."""
+def _make_kept(
+    form: Form, query: tf.Tensor, key: tf.Tensor
+) -> Callable[[int | tf.Tensor], tf.Tensor]:
+    """Returns a function that draws which weights dropout keeps, bool [B, H, T, S]; of a 0 that
+    ties it to a pass.
+    """
     queries, keys = Blocks(query.shape[1], 1, query.shape[1]), Blocks(key.shape[1], 1, key.shape[1])
     factor = make_dropout(form, query, key.shape[2], queries, keys)
     (batch, _, heads, _) = query.shape
@@ -240,22 +300,33 @@ def _sees(segments: tuple[tf.Tensor, tf.Tensor], causal: bool) -> tf.Tensor:
 
 
 def _masks(form: Form, dtype: tf.DType, kept_BHTS: tf.Tensor | None = None) -> list[tf.Tensor]:
-    """Returns the mask that is added to the scores, [B, 1, T, S] for all heads or [B, H, T, S]; nothing without one."""
+    """Returns the mask that is added to the scores, [B, 1, T, S] for all heads or [B, H, T, S];
+    nothing without one.
+    """
     seen = [] if form.segments is None else [_same(form.segments)]
     seen += [] if kept_BHTS is None else [kept_BHTS]
     if not seen:
         return []
-    return [tf.where(functools.reduce(tf.logical_and, seen), tf.constant(0, dtype), tf.constant(_HIDDEN[dtype], dtype))]
+    return [
+        tf.where(
+            functools.reduce(tf.logical_and, seen),
+            tf.constant(0, dtype),
+            tf.constant(_HIDDEN[dtype], dtype),
+        )
+    ]
 
 
 def _same(segments: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
     return segments[0][:, None, :, None] == segments[1][:, None, None, :]
 
 
-def _call(target: str, operands: Sequence[tf.Tensor], results: Sequence[Any], config: dict[str, Any]) -> list[Any]:
+def _call(
+    target: str, operands: Sequence[tf.Tensor], results: Sequence[Any], config: dict[str, Any]
+) -> list[Any]:
     """Calls one of XLA's custom calls, with results of these shapes and dtypes.
 
-    cuDNN reads a result's sizes as [B, H, T, K] and its strides from the layout: those of [B, T, H, K], so that nothing
+    cuDNN reads a result's sizes as [B, H, T, K] and its strides from the layout: those of [B, T, H,
+        K], so that nothing
     is copied. XlaCustomCallV2 has no word for a layout, StableHLO has.
     """
     orders = [(0, 2, 1, 3) if t.shape.rank == 4 else tuple(range(t.shape.rank)) for t in results]
@@ -284,7 +355,8 @@ def _call(target: str, operands: Sequence[tf.Tensor], results: Sequence[Any], co
         Sout=shapes,
         Tout=dtypes,
         platforms=["CUDA"],
-        disabled_checks=[private.xla.call_module_disable_check_platform()],  # a described GPU is none to TensorFlow
+        # a described GPU is none to TensorFlow
+        disabled_checks=[private.xla.call_module_disable_check_platform()],
     )
     return [tf.transpose(t, order) for t, order in zip(called, orders, strict=True)]
 
@@ -299,9 +371,15 @@ def _write_layout(order: Sequence[int]) -> str:
 
 
 def _configure(
-    query: tf.Tensor, key: tf.Tensor, scale: float, causal: bool, products: dict[str, tuple[Axes, Axes, Axes]]
+    query: tf.Tensor,
+    key: tf.Tensor,
+    scale: float,
+    causal: bool,
+    products: dict[str, tuple[Axes, Axes, Axes]],
 ) -> dict[str, Any]:
-    """Builds the configuration that XLA reads beside the operands: its GpuBackendConfig, as JSON."""
+    """Builds the configuration that XLA reads beside the operands: its GpuBackendConfig, as
+    JSON.
+    """
     (batch, queries, heads, _), keys = query.shape, key.shape[1]
     config: dict[str, Any] = {
         "algorithm": {
@@ -340,11 +418,13 @@ def _require(query: tf.Tensor, key: tf.Tensor, form: Form) -> None:
     remedy = 'Pass implementation="blockwise".'
     if not (has_gpu() and in_xla()):
         raise ValueError(
-            f'implementation="cudnn" needs a GPU, and a program that XLA compiles (jit_compile=True). {remedy}'
+            'implementation="cudnn" needs a GPU, and a program that XLA compiles '
+            f"(jit_compile=True). {remedy}"
         )
     terms = form.causal, form.segments is not None, form.dropout is not None
     reason = Call(tuple(query.shape), tuple(key.shape), query.dtype, *terms).reason_against()
     if reason:
         raise ValueError(
-            f"cuDNN does not take {reason}. Query {query.shape}, key {key.shape}, causal={form.causal}. {remedy}"
+            f"cuDNN does not take {reason}. Query {query.shape}, key {key.shape}, "
+            f"causal={form.causal}. {remedy}"
         )

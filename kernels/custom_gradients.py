@@ -14,13 +14,15 @@ import tensorflow as tf
 from fastaccum.kernels import private
 
 R = TypeVar("R")
-Differentiated = Callable[..., tuple[R, Callable[..., object]]]  # returns outputs and their gradient function
+# returns outputs and their gradient function
+Differentiated = Callable[..., tuple[R, Callable[..., object]]]
 
 
 def custom_gradient(function: Differentiated[R]) -> Callable[..., R]:
     """Decorates as `tf.custom_gradient` does, inside `graph_scoped_gradients`.
 
-    The gradient's operations are named after the call, as TensorFlow's are, so that a profile tells where they belong.
+    The gradient's operations are named after the call, as TensorFlow's are, so that a profile tells
+    where they belong.
     """
 
     @tf.custom_gradient
@@ -48,8 +50,8 @@ def custom_gradient(function: Differentiated[R]) -> Callable[..., R]:
 def graph_scoped_gradients() -> Iterator[None]:
     """Lets graphs that are traced inside the block be freed with their custom gradients.
 
-    `tf.custom_gradient` registers a function for each call in a graph, which holds that graph as long as the process
-    lives. Here the graph holds the function, the registry a weak reference.
+    `tf.custom_gradient` registers a function for each call in a graph, which holds that graph as
+    long as the process lives. Here the graph holds the function, the registry a weak reference.
     """
     if not private.has("gradient_registry"):
         yield
@@ -66,8 +68,12 @@ def graph_scoped_gradients() -> Iterator[None]:
 def _hand_over(registered: dict[str, dict[str, object]], name: str) -> None:
     found: Any = (gradient := registered[name]["type"])
     for each in ("tape_grad_fn", "result"):  # of the tensors that it differentiates
-        found = inspect.getclosurevars(found).nonlocals.get(each) if inspect.isfunction(found) else None
-    graph = next((t.graph for t in tf.nest.flatten(found) if tf.is_tensor(t) and hasattr(t, "graph")), None)
+        found = (
+            inspect.getclosurevars(found).nonlocals.get(each) if inspect.isfunction(found) else None
+        )
+    graph = next(
+        (t.graph for t in tf.nest.flatten(found) if tf.is_tensor(t) and hasattr(t, "graph")), None
+    )
     if graph is None:  # handed over before, or registered under a name of its own
         return
     graph.custom_gradients = [*getattr(graph, "custom_gradients", []), gradient]

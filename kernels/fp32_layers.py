@@ -1,4 +1,6 @@
-"""Keras layers with float32 weight gradients under mixed precision, and switching a whole model to them."""
+"""Keras layers with float32 weight gradients under mixed precision, and switching a whole model to
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import tensorflow as tf
 from fastaccum.kernels import private
 from fastaccum.kernels.checks import shown
 from fastaccum.kernels.layer_stack import LayerStack
-from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_axes, matmul_fp32_wgrad
+from fastaccum.kernels.matmul import (
+    convolution_fp32_wgrad,
+    einsum_fp32_wgrad,
+    matmul_axes,
+    matmul_fp32_wgrad,
+)
 from fastaccum.kernels.norms import activated
 from fastaccum.kernels.rounded import copy_of
 from fastaccum.kernels.xla_ops import HALF
@@ -27,22 +34,28 @@ _KERAS: dict[type, type] = {}  # and back
 def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]:
     """Switches a Keras 3 model, in place, to weight gradients computed in float32.
 
-    The outputs stay those of Keras. Under a mixed policy (float16 or bfloat16 compute, float32 variables) the
-    gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded nowhere, and finite past 65504.
-    Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D`, `ReversibleEmbedding`, `MultiHeadAttention` and
-    `GroupQueryAttention`, however deep in the model, in a `LayerStack` too. Left alone are layers that compute in
-    float32, `Embedding` (Keras sums its gradient in float32), subclasses, layers with LoRA or quantization, and an
-    `EinsumDense` that sums over an axis of its input alone.
+    The outputs stay those of Keras. Under a mixed policy (float16 or bfloat16 compute, float32
+    variables) the
+    gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded nowhere, and finite
+        past 65504.
+    Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D`, `ReversibleEmbedding`,
+    `MultiHeadAttention` and `GroupQueryAttention`, however deep in the model, in a `LayerStack`
+    too. Left alone are layers that compute in float32, `Embedding` (Keras sums its gradient in
+    float32), subclasses, layers with LoRA or quantization, and an `EinsumDense` that sums over an
+    axis of its input alone.
 
-    Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where `fastaccum` is
-    imported) and clones as a switched one, but for a layer of your own that makes such layers inside: once loaded, it
-    has made plain ones, so switch again. Keras quantizes only its own classes, so switch back first.
-    `fastaccum.Trainer` does this by itself, for as long as it traces a step.
+    Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where
+    `fastaccum` is
+    imported) and clones as a switched one, but for a layer of your own that makes such layers
+        inside: once loaded, it
+    has made plain ones, so switch again. Keras quantizes only its own classes, so switch back
+    first. `fastaccum.Trainer` does this by itself, for as long as it traces a step.
 
     Returns:
         The layers switched by this call: what `plain_weight_gradients` takes to undo it.
 
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2, dtype="mixed_float16", name="head")])
+    >>> head = keras.layers.Dense(2, dtype="mixed_float16", name="head")
+    >>> model = keras.Sequential([keras.Input((4,)), head])
     >>> [layer.name for layer in fp32_weight_gradients(model)]
     ['head']
     >>> [layer.name for layer in plain_weight_gradients(model)]
@@ -55,13 +68,25 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
 
 
 def fp32_calls(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, Call]]:
-    """Returns the layers among these that `fp32_weight_gradients` switches, with the `call_fp32` of each."""
-    computing = ((layer, getattr(_SWITCHED.get(type(layer)), "call_fp32", None)) for layer in layers)
-    return [(layer, functools.partial(call, layer)) for layer, call in computing if call and _in_scope(layer)]
+    """Returns the layers among these that `fp32_weight_gradients` switches, with the `call_fp32` of
+    each.
+    """
+    computing = (
+        (layer, getattr(_SWITCHED.get(type(layer)), "call_fp32", None)) for layer in layers
+    )
+    return [
+        (layer, functools.partial(call, layer))
+        for layer, call in computing
+        if call and _in_scope(layer)
+    ]
 
 
-def plain_weight_gradients(layers: keras.layers.Layer | Iterable[keras.layers.Layer]) -> list[keras.layers.Layer]:
-    """Undoes `fp32_weight_gradients` for the layers that it returned, or for all of a model, and returns which."""
+def plain_weight_gradients(
+    layers: keras.layers.Layer | Iterable[keras.layers.Layer],
+) -> list[keras.layers.Layer]:
+    """Undoes `fp32_weight_gradients` for the layers that it returned, or for all of a model, and
+    returns which.
+    """
     try:
         layers = list(all_layers(layers) if isinstance(layers, keras.layers.Layer) else layers)
     except Exception:  # of whatever was passed
@@ -71,7 +96,9 @@ def plain_weight_gradients(layers: keras.layers.Layer | Iterable[keras.layers.La
     return _change_class(layers, _KERAS)
 
 
-def _change_class(layers: Iterable[keras.layers.Layer], to: dict[type, type]) -> list[keras.layers.Layer]:
+def _change_class(
+    layers: Iterable[keras.layers.Layer], to: dict[type, type]
+) -> list[keras.layers.Layer]:
     layers = list({id(layer): layer for layer in layers if type(layer) in to}.values())
     for layer in layers:
         # Past Keras's own __setattr__, which tracks what is assigned.
@@ -99,8 +126,14 @@ def _in_scope(layer: keras.layers.Layer) -> bool:
 
 
 def _switches(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable) -> bool:
-    """Returns whether a layer may leave Keras's call: not with LoRA, sparse inputs, or a `weight` without autocast."""
-    return isinstance(inputs, tf.Tensor) and inputs.dtype == layer.compute_dtype == weight.dtype and _in_scope(layer)
+    """Returns whether a layer may leave Keras's call: not with LoRA, sparse inputs, or a `weight`
+    without autocast.
+    """
+    return (
+        isinstance(inputs, tf.Tensor)
+        and inputs.dtype == layer.compute_dtype == weight.dtype
+        and _in_scope(layer)
+    )
 
 
 def _float32(variable: keras.Variable) -> tf.Tensor:
@@ -124,16 +157,31 @@ def _weight(variable: keras.Variable, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.
     return _float32(variable), copy_of(variable, inputs.dtype)
 
 
-def _convolve(layer: keras.layers.Layer, call: Call, convolution: Call, inputs: Inputs) -> tf.Tensor:
+def _convolve(
+    layer: keras.layers.Layer, call: Call, convolution: Call, inputs: Inputs
+) -> tf.Tensor:
     if not _switches(layer, inputs, private.kernel(layer)):
         return call(inputs)
-    of_one_pixel = {*layer.kernel_size} == {1} and layer.groups == 1 and layer.data_format == "channels_last"
-    pixels = (slice(None), *(slice(None, None, stride) for stride in layer.strides)) if of_one_pixel else None
-    return _finish(layer, convolution_fp32_wgrad(convolution, inputs, *_weight(private.kernel(layer), inputs), pixels))
+    of_one_pixel = (
+        {*layer.kernel_size} == {1} and layer.groups == 1 and layer.data_format == "channels_last"
+    )
+    pixels = (
+        (slice(None), *(slice(None, None, stride) for stride in layer.strides))
+        if of_one_pixel
+        else None
+    )
+    return _finish(
+        layer,
+        convolution_fp32_wgrad(
+            convolution, inputs, *_weight(private.kernel(layer), inputs), pixels
+        ),
+    )
 
 
 def _switched_from_base(layer: Any) -> Any:
-    """Registers a subclass of Keras's; one with a `call_fp32` makes Keras's `call` its second argument."""
+    """Registers a subclass of Keras's; one with a `call_fp32` makes Keras's `call` its second
+    argument.
+    """
     base = layer.__base__
     _SWITCHED[base], _KERAS[layer] = layer, base
     if hasattr(layer, "call_fp32"):
@@ -162,10 +210,13 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
 
     def call_fp32(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
         if not (
-            _switches(self, inputs, private.kernel(self)) and matmul_axes(self.equation, inputs, private.kernel(self))
+            _switches(self, inputs, private.kernel(self))
+            and matmul_axes(self.equation, inputs, private.kernel(self))
         ):
             return call(inputs, training=training)
-        return _finish(self, einsum_fp32_wgrad(self.equation, inputs, *_weight(private.kernel(self), inputs)))
+        return _finish(
+            self, einsum_fp32_wgrad(self.equation, inputs, *_weight(private.kernel(self), inputs))
+        )
 
 
 @_switched_from_base
@@ -175,9 +226,13 @@ class Fp32Conv1D(keras.layers.Conv1D):
     def call_fp32(self, call: Call, inputs: Inputs) -> tf.Tensor:
         def causal(x, kernel):
             x = keras.ops.pad(x, private.compute_causal_padding(self))
-            return keras.ops.conv(x, kernel, self.strides, "valid", self.data_format, self.dilation_rate)
+            return keras.ops.conv(
+                x, kernel, self.strides, "valid", self.data_format, self.dilation_rate
+            )
 
-        return _convolve(self, call, causal if self.padding == "causal" else self.convolution_op, inputs)
+        return _convolve(
+            self, call, causal if self.padding == "causal" else self.convolution_op, inputs
+        )
 
 
 @_switched_from_base
@@ -190,12 +245,20 @@ class Fp32Conv2D(keras.layers.Conv2D):
 
 @_switched_from_base
 class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
-    """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to logits."""
+    """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to
+    logits.
+    """
 
     def call_fp32(self, call: Call, inputs: Inputs, reverse: bool = False) -> tf.Tensor:
-        if not (reverse and self.reverse_dtype is None and _switches(self, inputs, private.embeddings(self))):
+        if not (
+            reverse
+            and self.reverse_dtype is None
+            and _switches(self, inputs, private.embeddings(self))
+        ):
             return call(inputs, reverse=reverse)
-        kernel, copy = _weight(private.embeddings(self) if self.tie_weights else self.reverse_embeddings, inputs)
+        kernel, copy = _weight(
+            private.embeddings(self) if self.tie_weights else self.reverse_embeddings, inputs
+        )
         if self.tie_weights:
             kernel, copy = tf.transpose(kernel), None if copy is None else tf.transpose(copy)
         logits = matmul_fp32_wgrad(inputs, kernel, copy)
@@ -205,7 +268,9 @@ class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
 
 @_switched_from_base
 class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
-    """`keras.layers.MultiHeadAttention` that makes its projections with float32 weight gradients."""
+    """`keras.layers.MultiHeadAttention` that makes its projections with float32 weight
+    gradients.
+    """
 
     def build(self, query_shape: Shape, value_shape: Shape, key_shape: Shape | None = None) -> None:
         super().build(query_shape, value_shape, key_shape)
@@ -214,7 +279,9 @@ class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
 
 @_switched_from_base
 class Fp32GroupQueryAttention(keras.layers.GroupQueryAttention):
-    """`keras.layers.GroupQueryAttention` that makes its projections with float32 weight gradients."""
+    """`keras.layers.GroupQueryAttention` that makes its projections with float32 weight
+    gradients.
+    """
 
     def build(self, query_shape: Shape, value_shape: Shape, key_shape: Shape | None = None) -> None:
         super().build(query_shape, value_shape, key_shape)

@@ -1,4 +1,6 @@
-"""`LayerStack`: layers of one kind as one traced body, looped forward and backward; not all residuals are kept."""
+"""`LayerStack`: layers of one kind as one traced body, looped forward and backward; not all
+residuals are kept.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,20 @@ import keras
 import tensorflow as tf
 
 from fastaccum.kernels import private, stackable
-from fastaccum.kernels.checks import as_tensor, naming, object_name, one_of, shown, true_or_false, whole_number
+from fastaccum.kernels.checks import (
+    as_tensor,
+    naming,
+    object_name,
+    one_of,
+    shown,
+    true_or_false,
+    whole_number,
+)
 from fastaccum.kernels.layer_loop import OF_LAYERS, Body, run_loops, run_plainly
 from fastaccum.kernels.recomputed_function import require_policy
 
-# Between the seeds of layers that were given the same one: wider than between the seeds of one layer.
+# Between the seeds of layers that were given the same one: wider than between the seeds of one
+# layer.
 _SEED_STRIDE = 1_000_003
 
 
@@ -29,52 +40,66 @@ class LayerStack(keras.layers.Layer):
         for layer in layers:
             x = layer(x, training=training, **kwargs)
 
-    with the same initial values. Each weight is stacked over the layers, `[depth, ...]`, in its own dtype. The forward
-    pass is one loop and the backward pass another. `policy` says which values of a layer the forward pass keeps. The
-    backward pass computes the others again (Chen et al., 2016, arXiv:1604.06174), so that they exist for one layer at a
-    time. Each random layer has a seed of its own, and dropout drops the same elements when it is computed again.
+    with the same initial values. Each weight is stacked over the layers, `[depth, ...]`, in its own
+    dtype. The forward pass is one loop and the backward pass another. `policy` says which values of
+    a layer the forward pass keeps. The backward pass computes the others again (Chen et al., 2016,
+    arXiv:1604.06174), so that they exist for one layer at a time. Each random layer has a seed of
+    its own, and dropout drops the same elements when it is computed again.
 
     The policies are named as in `jax.checkpoint_policies`. The gradients are the same, to rounding:
 
-        "nothing_saveable"      each layer's input alone: the least memory, and all of the forward pass again, which
+        "nothing_saveable"      each layer's input alone: the least memory, and all of the forward
+        pass again, which
                                 is about a third more arithmetic
-        [name, ...]             what has one of these names (`checkpoint_name`), as by `save_only_these_names`, and each
-                                layer's input where the rest needs it. Two are given by themselves: "projection" to
-                                every product or convolution of values with weights, "attention" to attention's output
-                                and log-sum-exp
-        "everything_saveable"   whatever the gradient reads, as in plain layers: nothing is computed again but casts
-        "auto"                  whatever has a name: norms, activations, casts and rotary positions are computed
-                                again, and no product with weights. "nothing_saveable" where that takes more than half
-                                of the memory that training leaves: of the GPU's (16 GiB where that is not known) less
+        [name, ...]             what has one of these names (`checkpoint_name`), as by
+        `save_only_these_names`, and each
+                                layer's input where the rest needs it. Two are given by themselves:
+                                    "projection" to
+                                every product or convolution of values with weights, "attention" to
+                                attention's output and log-sum-exp
+        "everything_saveable"   whatever the gradient reads, as in plain layers: nothing is computed
+        again but casts "auto"                  whatever has a name: norms, activations, casts and
+        rotary positions are computed
+                                again, and no product with weights. "nothing_saveable" where that
+                                takes more than half
+                                of the memory that training leaves: of the GPU's (16 GiB where that
+                                    is not known) less
                                 4 times the stack's weights, for gradients and an optimizer's slots
 
-    A name counts where the layer's own call gives it, not in a loop or a branch. Run eagerly, or with
+    A name counts where the layer's own call gives it, not in a loop or a branch. Run eagerly, or
+    with
     `training=False`, there is no choice: everything is kept, or the inputs alone.
 
-    With `unroll=True`, as in `jax.lax.scan`, a step in training has the layers one after the other instead of loops,
-    over the same stacked weights, and keeps everything: nothing is copied into and out of stacks, which on a GPU is
-    faster, and the program and the time to compile it grow with the depth. `unroll="auto"` does so in a program for a
-    GPU where policy "auto" finds that everything fits.
+    With `unroll=True`, as in `jax.lax.scan`, a step in training has the layers one after the other
+    instead of loops,
+    over the same stacked weights, and keeps everything: nothing is copied into and out of stacks,
+        which on a GPU is
+    faster, and the program and the time to compile it grow with the depth. `unroll="auto"` does so
+    in a program for a GPU where policy "auto" finds that everything fits.
 
-    Optimizers see stacks: what they compute per weight (a trust ratio, `clipnorm`) is then taken over all layers.
+    Optimizers see stacks: what they compute per weight (a trust ratio, `clipnorm`) is then taken
+        over all layers.
 
-    Args:
-        make_layer: makes one layer from no arguments; or a layer, of whose configuration `depth` new ones are made.
-            The layer must map its first argument to one tensor of the same shape, dtype and mask, with variables of
-            its own alone, and add no losses. Its weights may have L1 and L2 regularizers, and no constraints; it may
-            hold further state (BatchNormalization), but no metrics.
+    Args: make_layer: makes one layer from no arguments; or a layer, of whose configuration `depth`
+        new ones are made.
+            The layer must map its first argument to one tensor of the same shape, dtype and mask,
+            with variables of its own alone, and add no losses. Its weights may have L1 and L2
+            regularizers, and no constraints; it may hold further state (BatchNormalization), but no
+            metrics.
         depth: how many layers.
-        policy: what is kept of each layer: "auto", "nothing_saveable", "everything_saveable", or a list of names.
-        unroll: whether training has no loops: True, False or "auto". Of the policies it takes "auto" alone.
-        implementation: "auto" for the loops; "reference" for the unrolled loop above over the same stacked
-            weights, with plain autodiff.
+        policy: what is kept of each layer: "auto", "nothing_saveable", "everything_saveable", or a
+            list of names.
+        unroll: whether training has no loops: True, False or "auto". Of the policies it takes
+            "auto" alone.
+        implementation: "auto" for the loops; "reference" for the unrolled loop above over the same
+            stacked weights, with plain autodiff.
 
-    Attributes:
-        template: the first of the layers, whose `call` is the body for all; its own weights are not used.
+    Attributes: template: the first of the layers, whose `call` is the body for all; its own weights
+        are not used.
 
-    Call arguments:
-        x: one tensor; a Keras mask on it reaches every layer, where the layers support masking.
-        **kwargs: tensors that every layer gets as they are (`attention_mask`, `context`); gradients flow into them.
+    Call arguments: x: one tensor; a Keras mask on it reaches every layer, where the layers support
+        masking. **kwargs: tensors that every layer gets as they are (`attention_mask`, `context`);
+        gradients flow into them.
 
     >>> keras.utils.set_random_seed(0)
     >>> stack = LayerStack(lambda: keras.layers.Dense(4, "tanh"), depth=3)
@@ -104,12 +129,17 @@ class LayerStack(keras.layers.Layer):
         policy, unroll = require_policy(policy), one_of("unroll", unroll, (True, False, "auto"))
         unroll = unroll if unroll == "auto" else bool(unroll)  # 1 and NumPy's bools are taken too
         if unroll and policy != "auto":
-            raise ValueError(f"policy={shown(policy)} is for loops, and unroll={unroll!r} keeps everything: pass one.")
+            raise ValueError(
+                f"policy={shown(policy)} is for loops, and unroll={unroll!r} keeps everything: "
+                "pass one."
+            )
         object_name(name)
         true_or_false("trainable", trainable)
         if isinstance(make_layer, keras.layers.Layer):
             with naming("make_layer", *OF_LAYERS):
-                make_layer = functools.partial(type(make_layer).from_config, make_layer.get_config())
+                make_layer = functools.partial(
+                    type(make_layer).from_config, make_layer.get_config()
+                )
         template = stackable.make(make_layer)
         super().__init__(name=name, dtype=template.dtype_policy)
         # Past Keras's tracking: the template's variables are not the model's.
@@ -130,8 +160,13 @@ class LayerStack(keras.layers.Layer):
     def build(self, x_shape: Sequence[int | None]) -> None:
         with naming("x_shape"):
             sizes = () if isinstance(x_shape, (str, bytes, dict)) else tuple(x_shape)
-        if not sizes or not all(size is None or (isinstance(size, numbers.Integral) and size >= 0) for size in sizes):
-            raise TypeError(f"x has x_shape={shown(x_shape)}: every layer of a LayerStack maps one tensor to the next.")
+        if not sizes or not all(
+            size is None or (isinstance(size, numbers.Integral) and size >= 0) for size in sizes
+        ):
+            raise TypeError(
+                f"x has x_shape={shown(x_shape)}: every layer of a LayerStack maps one tensor to "
+                "the next."
+            )
         self._x_shape = sizes
         # Out of a graph that is being traced, and of the outer layer's autocast.
         with tf.init_scope(), private.AutocastScope(None):
@@ -144,10 +179,16 @@ class LayerStack(keras.layers.Layer):
             self._stack(layers)
 
     def _stack(self, layers: list[keras.layers.Layer]) -> None:
-        learned = {id(v) for layer in private.flatten_layers(self.template) for v in private.trainable_variables(layer)}
+        learned = {
+            id(v)
+            for layer in private.flatten_layers(self.template)
+            for v in private.trainable_variables(layer)
+        }
         self._learned = [id(variable) in learned for variable in stackable.variables(self.template)]
         self._stacked_weights: list[keras.Variable] = []
-        for variable, *copies in zip(self.template.weights, *(layer.weights for layer in layers), strict=True):
+        for variable, *copies in zip(
+            self.template.weights, *(layer.weights for layer in layers), strict=True
+        ):
             stacked = self.add_weight(
                 name=variable.path.rpartition(f"{self.template.name}/")[2].replace("/", "."),
                 shape=(self.depth, *variable.shape),
@@ -155,20 +196,26 @@ class LayerStack(keras.layers.Layer):
                 initializer=functools.partial(_stacked, copies),
                 regularizer=variable.regularizer,
                 trainable=id(variable) in learned,
-                # The body casts, so that its gradients are those of the variables in their own dtype.
+                # The body casts, so that its gradients are those of the variables in their own
+                # dtype.
                 autocast=False,
             )
             stacked.trainable = variable.trainable
             # A tf.train.Checkpoint does not look into Keras's lists.
             private.track_trackable(self, stacked, f"weights.{len(self._stacked_weights)}")
             self._stacked_weights.append(stacked)
-        self._seeds = [_Seeds(generators) for generators in zip(*map(stackable.seed_generators, layers), strict=True)]
+        self._seeds = [
+            _Seeds(generators)
+            for generators in zip(*map(stackable.seed_generators, layers), strict=True)
+        ]
 
     @property
     def _stacked_variables(self) -> list[keras.Variable]:
         """The stack's variables, in the order of `stackable.variables(self.template)`."""
         if not self.built:
-            raise ValueError(f"{self.name!r} has no weights yet: call it, or `build(x_shape)`, first.")
+            raise ValueError(
+                f"{self.name!r} has no weights yet: call it, or `build(x_shape)`, first."
+            )
         return [*self._stacked_weights, *(seeds.state for seeds in self._seeds)]
 
     def _make(self) -> keras.layers.Layer:
@@ -179,8 +226,12 @@ class LayerStack(keras.layers.Layer):
 
     def _build_layer(self, layer: keras.layers.Layer) -> keras.layers.Layer:
         parts = private.flatten_layers(layer, include_self=False)
-        with naming(f"{stackable.describe(layer)}, built for x of shape {self._x_shape}", *OF_LAYERS):
-            if private.is_default_build(layer.build, False) and not all(part.built for part in parts):
+        with naming(
+            f"{stackable.describe(layer)}, built for x of shape {self._x_shape}", *OF_LAYERS
+        ):
+            if private.is_default_build(layer.build, False) and not all(
+                part.built for part in parts
+            ):
                 layer(keras.KerasTensor(self._x_shape, self.compute_dtype))
             elif not layer.built:
                 layer.build(self._x_shape)
@@ -188,17 +239,23 @@ class LayerStack(keras.layers.Layer):
 
     def __call__(self, x: object, *args: object, **kwargs: object) -> tf.Tensor | keras.KerasTensor:
         if isinstance(x, (list, tuple, dict)):
-            raise TypeError(f"x is a {type(x).__name__}: every layer of a LayerStack maps one tensor to the next.")
+            raise TypeError(
+                f"x is a {type(x).__name__}: every layer of a LayerStack maps one tensor to the "
+                "next."
+            )
         if kwargs.get("training") is not None:
             one_of("training", kwargs["training"], (True, False))
-        return super().__call__(x if isinstance(x, keras.KerasTensor) else as_tensor("x", x), *args, **kwargs)
+        return super().__call__(
+            x if isinstance(x, keras.KerasTensor) else as_tensor("x", x), *args, **kwargs
+        )
 
     def call(self, x: tf.Tensor, training: bool | None = None, **kwargs: object) -> tf.Tensor:
         mask = private.keras_mask(x, None)
         if mask is not None and not self.supports_masking:
             raise ValueError(
-                f"x has a Keras mask, but {stackable.describe(self.template)} does not support masking, so that later "
-                "layers would not see it. Set supports_masking=True in the layer, or pass x without the mask."
+                f"x has a Keras mask, but {stackable.describe(self.template)} does not support "
+                "masking, so that later layers would not see it. Set supports_masking=True in "
+                "the layer, or pass x without the mask."
             )
         if x.dtype.is_floating:
             # As Keras has done already, unless a model is called symbolically.
@@ -206,19 +263,28 @@ class LayerStack(keras.layers.Layer):
         weights, state = self._split(self._stacked_variables)
         own_weights, own_state = self._split(stackable.variables(self.template))
         body = Body(self.template, own_weights, weights, own_state, bool(training), [mask, kwargs])
-        run = run_plainly if self.implementation == "reference" or tf.executing_eagerly() else run_loops
+        run = (
+            run_plainly
+            if self.implementation == "reference" or tf.executing_eagerly()
+            else run_loops
+        )
         # Read before the state is assigned: the recomputation starts from the same seeds.
-        y, after = run(body, self.depth, (self.policy, self.unroll), x, _read(weights), _read(state))
+        y, after = run(
+            body, self.depth, (self.policy, self.unroll), x, _read(weights), _read(state)
+        )
         for k, value in after.items():
             state[k].assign(value)
         return y
 
-    def _split(self, variables: list[keras.Variable]) -> tuple[list[keras.Variable], list[keras.Variable]]:
+    def _split(
+        self, variables: list[keras.Variable]
+    ) -> tuple[list[keras.Variable], list[keras.Variable]]:
         marked = list(zip(variables, self._learned, strict=True))
         return [v for v, learned in marked if learned], [v for v, learned in marked if not learned]
 
     def unstack(self) -> list[keras.layers.Layer]:
-        """Returns the plain layers: `depth` new ones, built, with copies of the stack's weights and seeds.
+        """Returns the plain layers: `depth` new ones, built, with copies of the stack's weights and
+        seeds.
 
         Where `fp32_weight_gradients` has switched the stack, they are not switched.
         """
@@ -232,10 +298,14 @@ class LayerStack(keras.layers.Layer):
     def assign_from(self, layers: Sequence[keras.layers.Layer]) -> None:
         """Takes the weights and seeds of `depth` plain layers, the inverse of `unstack`."""
         weights = self._stacked_variables
-        if not isinstance(layers, (list, tuple)) or not all(isinstance(each, keras.layers.Layer) for each in layers):
+        if not isinstance(layers, (list, tuple)) or not all(
+            isinstance(each, keras.layers.Layer) for each in layers
+        ):
             raise TypeError(f"layers={shown(layers)} must be a list of Keras layers.")
         if len(layers) != self.depth:
-            raise ValueError(f"layers has {len(layers)} layers, but depth={self.depth}: pass one for each.")
+            raise ValueError(
+                f"layers has {len(layers)} layers, but depth={self.depth}: pass one for each."
+            )
         stackable.require_same_variables([self.template, *layers])
         for stacked, *copies in zip(weights, *map(stackable.variables, layers), strict=True):
             stacked.assign(_stacked(copies))
@@ -244,16 +314,22 @@ class LayerStack(keras.layers.Layer):
         config = super().get_config()
         del config["dtype"]  # the template's
         make_layer = keras.saving.serialize_keras_object(self.template)
-        own = {name: getattr(self, name) for name in ("depth", "policy", "unroll", "implementation")}
+        own = {
+            name: getattr(self, name) for name in ("depth", "policy", "unroll", "implementation")
+        }
         return {**config, "make_layer": make_layer, **own}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LayerStack:
-        return cls(**{**config, "make_layer": keras.saving.deserialize_keras_object(config["make_layer"])})
+        return cls(
+            **{**config, "make_layer": keras.saving.deserialize_keras_object(config["make_layer"])}
+        )
 
 
 class _Seeds(keras.random.SeedGenerator):
-    """Seed generator whose state stacks those of one generator in every layer: int64 `[depth, 2]`."""
+    """Seed generator whose state stacks those of one generator in every layer: int64 `[depth,
+    2]`.
+    """
 
     def __init__(self, generators: Sequence[keras.random.SeedGenerator]):
         super().__init__(seed=0)
@@ -264,7 +340,10 @@ class _Seeds(keras.random.SeedGenerator):
         states = [generator.state for generator in generators]
 
         def initial(shape, dtype):
-            offsets = tf.range(shape[0], dtype=dtype)[:, tf.newaxis] * [_SEED_STRIDE if shared else 0, 0]
+            offsets = tf.range(shape[0], dtype=dtype)[:, tf.newaxis] * [
+                _SEED_STRIDE if shared else 0,
+                0,
+            ]
             return _stacked(states) + tf.reshape(offsets, [shape[0], *[1] * (len(shape) - 2), 2])
 
         shape, dtype = (len(states), *states[0].shape), states[0].dtype

@@ -1,4 +1,5 @@
-"""A linear layer's logits, one chunk of tokens and classes at a time, and what a chunk adds to gradients.
+"""A linear layer's logits, one chunk of tokens and classes at a time, and what a chunk adds to
+gradients.
 
 Shape suffixes: N tokens, D width, V vocabulary; n and v are the part of N and V in one chunk.
 """
@@ -14,7 +15,9 @@ from fastaccum.kernels.xla_ops import dot, dynamic_add_slice
 
 
 class Cut(NamedTuple):
-    """Axis in pieces of one length. The last piece begins early if it must, on what the one before has covered."""
+    """Axis in pieces of one length. The last piece begins early if it must, on what the one before
+    has covered.
+    """
 
     pieces: int
     length: int
@@ -32,13 +35,19 @@ class Cut(NamedTuple):
         return self.start(i) + tf.range(self.length) >= i * self.length
 
     def cut_up(self, t: tf.Tensor) -> tf.Tensor:
-        """Cuts a vector into its pieces, [pieces, length], with 0 in places that a piece before has covered."""
+        """Cuts a vector into its pieces, [pieces, length], with 0 in places that a piece before has
+        covered.
+        """
         last = (self.pieces - 1) * self.length
-        return tf.reshape(tf.concat([t[:last], tf.zeros([self.overlap]), t[last:]], 0), [self.pieces, self.length])
+        return tf.reshape(
+            tf.concat([t[:last], tf.zeros([self.overlap]), t[last:]], 0), [self.pieces, self.length]
+        )
 
 
 def cut(size: int, chunk: int) -> Cut:
-    """Cuts an axis into even pieces of at most `chunk`, of a multiple of 32 where possible: matrix units want it."""
+    """Cuts an axis into even pieces of at most `chunk`, of a multiple of 32 where possible: matrix
+    units want it.
+    """
     if not size:
         return Cut(0, 0, 0)
     length = min(size, chunk, 32 * math.ceil(size / math.ceil(size / chunk) / 32))
@@ -58,12 +67,16 @@ class Chunk(NamedTuple):
         """Returns whether the label is in this chunk, and its logit there: bool and float32 [n]."""
         columns = self.logits_nv.shape[1]
         here_n = (self.label_n >= 0) & (self.label_n < columns)
-        return here_n, tf.gather(self.logits_nv, tf.clip_by_value(self.label_n, 0, columns - 1), batch_dims=1)
+        return here_n, tf.gather(
+            self.logits_nv, tf.clip_by_value(self.label_n, 0, columns - 1), batch_dims=1
+        )
 
     def above(self, logit_n: tf.Tensor) -> tf.Tensor:
         """Counts the chunk's logits that are larger than those of the labels, int32 [n]."""
         others_nv = tf.range(self.logits_nv.shape[1]) != self.label_n[:, tf.newaxis]
-        return tf.reduce_sum(tf.cast((self.logits_nv > logit_n[:, tf.newaxis]) & others_nv, tf.int32), -1)
+        return tf.reduce_sum(
+            tf.cast((self.logits_nv > logit_n[:, tf.newaxis]) & others_nv, tf.int32), -1
+        )
 
 
 class Head(NamedTuple):
@@ -104,7 +117,9 @@ class Head(NamedTuple):
         return logits if self.soft_cap is None else self.soft_cap * tf.tanh(logits / self.soft_cap)
 
     def mean(self) -> tf.Tensor:
-        """Returns the mean of each token's logits, float32 [N]: hidden @ (the mean of the kernel)."""
+        """Returns the mean of each token's logits, float32 [N]: hidden @ (the mean of the
+        kernel).
+        """
         mean_D = tf.reduce_mean(tf.cast(self.kernel, tf.float32), 0 if self.transposed else 1)
         mean_N = tf.linalg.matvec(tf.cast(self.hidden_ND, tf.float32), mean_D)
         for b_V in self.bias:
@@ -123,12 +138,15 @@ class Head(NamedTuple):
         """Adds the share of a chunk to the gradients of hidden, kernel and bias, in float32."""
         dhidden_ND, dkernel, *dbias = sums
         n, v = chunk.start
-        smoothed_nv = tf.where(tf.range(self.columns.length) == chunk.label_n[:, tf.newaxis], 1 - smoothing, 0.0)
+        smoothed_nv = tf.where(
+            tf.range(self.columns.length) == chunk.label_n[:, tf.newaxis], 1 - smoothing, 0.0
+        )
         if smoothing:
             fresh_v = tf.cast(self.columns.fresh(chunk.place[1]), tf.float32)
             smoothed_nv += smoothing / self.columns.size * fresh_v
         dlogits_nv = softmax_nv * dlse_n[:, tf.newaxis] + smoothed_nv * dtarget_n[:, tf.newaxis]
-        if self.soft_cap is not None:  # tanh's derivative; of the -inf of a column that another chunk has, 0
+        # tanh's derivative; of the -inf of a column that another chunk has, 0
+        if self.soft_cap is not None:
             dlogits_nv *= tf.maximum(1 - tf.square(chunk.logits_nv / self.soft_cap), 0.0)
         dbias = [dynamic_add_slice(db_V, tf.reduce_sum(dlogits_nv, 0), [v]) for db_V in dbias]
         dlogits_nv = tf.cast(dlogits_nv, chunk.hidden_nD.dtype)
@@ -136,4 +154,8 @@ class Head(NamedTuple):
         order = 1 if self.transposed else -1
         a, b = (dlogits_nv, chunk.hidden_nD)[::order]
         dhidden_ND = dynamic_add_slice(dhidden_ND, dhidden_nD, [n, 0])
-        return [dhidden_ND, dynamic_add_slice(dkernel, dot(a, b, transpose_a=True), [v, 0][::order]), *dbias]
+        return [
+            dhidden_ND,
+            dynamic_add_slice(dkernel, dot(a, b, transpose_a=True), [v, 0][::order]),
+            *dbias,
+        ]

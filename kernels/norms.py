@@ -22,20 +22,23 @@ _GELUS = ("keras.gelu", "keras_hub.gelu_approximate")
 def layer_norm(
     x: tf.Tensor, scale: tf.Tensor | None = None, offset: tf.Tensor | None = None, *, epsilon: float
 ) -> tf.Tensor:
-    """Subtracts each row's mean and divides by its standard deviation (https://arxiv.org/abs/1607.06450).
+    """Subtracts each row's mean and divides by its standard deviation
+    (https://arxiv.org/abs/1607.06450).
 
     Computed in float32 (float64 for float64) and rounded to x's dtype:
 
         mean, variance = tf.nn.moments(x, -1, keepdims=True)
         y = (x - mean) * rsqrt(variance + epsilon) * scale + offset
 
-    x is [..., D], of a floating dtype; scale and offset, [D], are float32 (float64 with x), and so are their gradients.
+    x is [..., D], of a floating dtype; scale and offset, [D], are float32 (float64 with x), and so
+    are their gradients.
     """
     return _norm(x, scale, offset, epsilon, centred=True)
 
 
 def rms_norm(x: tf.Tensor, scale: tf.Tensor | None = None, *, epsilon: float) -> tf.Tensor:
-    """Divides each row by its root mean square (Zhang and Sennrich, 2019, https://arxiv.org/abs/1910.07467).
+    """Divides each row by its root mean square (Zhang and Sennrich, 2019,
+    https://arxiv.org/abs/1910.07467).
 
         y = x * rsqrt(mean(x**2, -1, keepdims=True) + epsilon) * scale
 
@@ -46,8 +49,9 @@ def rms_norm(x: tf.Tensor, scale: tf.Tensor | None = None, *, epsilon: float) ->
 
 def _norm(x, scale, offset, epsilon, centred):
     wide, width = accumulator_dtype(x.dtype), [x.shape[-1]]
-    # A GPU has the moments of half-precision values from one pass. bfloat16 rounds those more coarsely, relative to
-    # their spread, than the difference of two sums; float16 does not: there the row's first is taken off before.
+    # A GPU has the moments of half-precision values from one pass. bfloat16 rounds those more
+    # coarsely, relative to their spread, than the difference of two sums; float16 does not: there
+    # the row's first is taken off before.
     one_pass = x.dtype in HALF and has_gpu()
 
     @custom_gradient
@@ -86,14 +90,16 @@ def _norm(x, scale, offset, epsilon, centred):
 def batch_norm(
     x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, *, epsilon: float
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Normalises each channel by its moments over all other axes, without XLA on a CPU; returns both moments too.
+    """Normalises each channel by its moments over all other axes, without XLA on a CPU; returns
+    both moments too.
 
         mean, variance = tf.nn.moments(x, axes)  # all but the last
         y = tf.nn.batch_normalization(x, mean, variance, offset, scale, epsilon)
 
-    x is [..., D] in float32, as scale and offset, [D]. The gradient of y is one operation of TensorFlow's in place of a
-    dozen that each pass over the memory. Values and second derivatives are those of these lines; the moments have none.
-    A gradient through a tape's `jacobian`, which vectorizes, and forward mode raise LookupError.
+    x is [..., D] in float32, as scale and offset, [D]. The gradient of y is one operation of
+    TensorFlow's in place of a dozen that each pass over the memory. Values and second derivatives
+    are those of these lines; the moments have none. A gradient through a tape's `jacobian`, which
+    vectorizes, and forward mode raise LookupError.
     """
 
     def normal(x, scale, offset):
@@ -107,12 +113,21 @@ def batch_norm(
         @custom_gradient
         def differentiate(dy, x, scale):
             flat = [1, 1, -1, x.shape[-1]]
-            known = {"scale": scale, "reserve_space_1": mean, "reserve_space_2": variance, "reserve_space_3": []}
+            known = {
+                "scale": scale,
+                "reserve_space_1": mean,
+                "reserve_space_2": variance,
+                "reserve_space_3": [],
+            }
             dx, dscale, doffset, *_ = tf.raw_ops.FusedBatchNormGradV3(
                 y_backprop=tf.reshape(dy, flat), x=tf.reshape(x, flat), epsilon=epsilon, **known
             )
-            # A vectorized one would get the operation's own gradient, not Keras's: tf.nn.moments stops a gradient.
-            message = "BatchNormalization has no forward mode or Jacobian's gradient without XLA: use jit_compile=True."
+            # A vectorized one would get the operation's own gradient, not Keras's: tf.nn.moments
+            # stops a gradient.
+            message = (
+                "BatchNormalization has no forward mode or Jacobian's gradient without XLA: use "
+                "jit_compile=True."
+            )
 
             def gradient(*upstream):
                 with tf.GradientTape() as second:
@@ -126,7 +141,9 @@ def batch_norm(
                 return second.gradient(gradients, (dy, x, scale), upstream)
 
             found = tf.reshape(dx, tf.shape(x)), dscale, doffset
-            return tuple(tf.raw_ops.PreventGradient(input=t, message=message) for t in found), gradient
+            return tuple(
+                tf.raw_ops.PreventGradient(input=t, message=message) for t in found
+            ), gradient
 
         return (y, mean, variance), lambda dy, *_: differentiate(dy, x, scale)
 
@@ -138,10 +155,11 @@ def _mean(t_MD):
 
 
 def gelu(x: tf.Tensor) -> tf.Tensor:
-    """Computes `0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))` (Hendrycks and Gimpel, 2016,
-    https://arxiv.org/abs/1606.08415), on a GPU in float32 and rounded once.
+    """Computes `0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))` (Hendrycks and Gimpel,
+    2016, https://arxiv.org/abs/1606.08415), on a GPU in float32 and rounded once.
 
-    x is of any floating dtype, and the result of the same. On a GPU its gradient is computed from x alone.
+    x is of any floating dtype, and the result of the same. On a GPU its gradient is computed from x
+    alone.
     """
     if not has_gpu():  # for a CPU, an exponential costs more than the memory that it saves
         return tf.nn.gelu(x, approximate=True)
@@ -171,7 +189,8 @@ def activated(activation: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.
     def activate(x):
         def gradient(dy):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(again := unfused(x))  # or XLA would keep what it has computed on the way forward
+                # or XLA would keep what it has computed on the way forward
+                tape.watch(again := unfused(x))
                 y = activation(again)
             return tape.gradient(y, again, dy)
 

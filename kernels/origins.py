@@ -1,6 +1,8 @@
-"""Tells whose a class, a function or an object is: by the object that a module holds, not by what it says of itself.
+"""Tells whose a class, a function or an object is: by the object that a module holds, not by what
+it says of itself.
 
-`functools.wraps` copies `__module__`, `__name__` and `__qualname__` to a user's function, and any class may set them.
+`functools.wraps` copies `__module__`, `__name__` and `__qualname__` to a user's function, and any
+class may set them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import tensorflow as tf
 
 
 def known_name(thing: object) -> str:
-    """Returns a class's or function's package and name, such as "keras.dice"; "" for what only says that it is that.
+    """Returns a class's or function's package and name, such as "keras.dice"; "" for what only says
+    that it is that.
 
     A class or function is the package's if the module that it names holds this very object.
 
@@ -32,7 +35,8 @@ def known_name(thing: object) -> str:
 
 
 def package(thing: object) -> str:
-    """Returns the package that defines a class or function, or an object's class; "" where it only says so.
+    """Returns the package that defines a class or function, or an object's class; "" where it only
+    says so.
 
     A bound method is its object's class's: what it does follows from the methods that it calls.
     """
@@ -52,13 +56,16 @@ def package(thing: object) -> str:
 
 
 def _unwrapped(thing: object) -> object:
-    if isinstance(thing, tf.types.experimental.GenericFunction):  # which names itself as the function that it runs
+    # which names itself as the function that it runs
+    if isinstance(thing, tf.types.experimental.GenericFunction):
         return getattr(thing, "python_function", thing)
     return thing
 
 
 def _holds(module: types.ModuleType, thing: Any) -> bool:
-    """Tells if a module holds a class or function at the place that this names, or is where it was defined."""
+    """Tells if a module holds a class or function at the place that this names, or is where it was
+    defined.
+    """
     if _is_defined_in(module, thing):
         return True
     found: Any = module
@@ -68,9 +75,11 @@ def _holds(module: types.ModuleType, thing: Any) -> bool:
 
 
 def _is_defined_in(module: types.ModuleType, thing: Any) -> bool:
-    """Tells by the globals of a function, which nothing copies; of a class made in a function by those of its methods.
+    """Tells by the globals of a function, which nothing copies; of a class made in a function by
+    those of its methods.
 
-    A decorated function has the globals of its decorator, as Keras's and TensorFlow's own often have.
+    A decorated function has the globals of its decorator, as Keras's and TensorFlow's own often
+    have.
     """
     if isinstance(thing, types.FunctionType):
         return thing.__globals__ is vars(module)

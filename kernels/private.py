@@ -1,11 +1,15 @@
-"""Private names of TensorFlow, Keras and tf_keras: this module alone knows them, and where each release keeps them.
+"""Private names of TensorFlow, Keras and tf_keras: this module alone knows them, and where each
+release keeps them.
 
-Releases move or drop such names. So each is looked up where it is first used, at each of its places in turn, the newest
-first, and the import of fastaccum needs none: a module that uses one as it is imported asks `has` before. What is not
-found turns off the feature that needs it, and raises `MissingName`, which says so, where that feature is used. A public
-name is used wherever there is one.
+Releases move or drop such names. So each is looked up where it is first used, at each of its places
+in turn, the newest
+first, and the import of fastaccum needs none: a module that uses one as it is imported asks `has`
+    before. What is not
+found turns off the feature that needs it, and raises `MissingName`, which says so, where that
+feature is used. A public name is used wherever there is one.
 
-`python -m fastaccum.kernels.private` prints the names that the installed releases lack, and what is off without them.
+`python -m fastaccum.kernels.private` prints the names that the installed releases lack, and what is
+off without them.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ _REQUIRED: Any = object()  # stands for "no default"
 
 
 class MissingName(RuntimeError):
-    """Raised where a feature needs a private name that the installed TensorFlow or Keras does not have."""
+    """Raised where a feature needs a private name that the installed TensorFlow or Keras does not
+    have.
+    """
 
 
 class Place(NamedTuple):
@@ -43,7 +49,8 @@ class Place(NamedTuple):
 
 
 class Attribute:
-    """A private attribute of other packages' objects; called with the object, it reads the attribute.
+    """A private attribute of other packages' objects; called with the object, it reads the
+    attribute.
 
     >>> slots = Attribute("_slots", of="tf_keras optimizers", serves="slots by weight")
     >>> slots(object(), None) is None
@@ -56,7 +63,9 @@ class Attribute:
         self.serves = serves
 
     def __call__(self, owner: Any, default: Any = _REQUIRED) -> Any:
-        """Returns the owner's attribute; without a default it raises MissingName where there is none."""
+        """Returns the owner's attribute; without a default it raises MissingName where there is
+        none.
+        """
         found = getattr(owner, self.name, default)
         if found is _REQUIRED:
             self._raise_missing(owner)
@@ -73,13 +82,16 @@ class Attribute:
     def _raise_missing(self, owner: Any) -> None:
         versions = " and ".join(f"{name} {_version(name)}" for name in ("tensorflow", "keras"))
         raise MissingName(
-            f"{type(owner).__name__} has no {self.name}, which is needed for: {self.serves}. This release of "
-            f"fastaccum does not know where {versions} keep it: install versions that pyproject.toml allows."
+            f"{type(owner).__name__} has no {self.name}, which is needed for: {self.serves}. "
+            f"This release of fastaccum does not know where {versions} keep it: install versions "
+            "that pyproject.toml allows."
         )
 
 
 class Method(Attribute):
-    """A private method of other packages' objects; called with the object and arguments, it calls the method."""
+    """A private method of other packages' objects; called with the object and arguments, it calls
+    the method.
+    """
 
     def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
         method = getattr(owner, self.name, _REQUIRED)
@@ -93,7 +105,8 @@ class Method(Attribute):
 PLACES: dict[str, Place] = {
     "xla": Place(
         ("tensorflow.compiler.tf2xla.python.xla",),
-        "writing in place, calls of cuDNN, and barriers that keep XLA from merging what is to stay apart",
+        "writing in place, calls of cuDNN, and barriers that keep XLA from merging what is to "
+        "stay apart",
         "no program is compiled by XLA",
     ),
     "hlo_pb2": Place(
@@ -128,8 +141,10 @@ PLACES: dict[str, Place] = {
     ),
     "context": Place(
         ("tensorflow.python.eager.context",),
-        "calling a program without TensorFlow's layers of Python; telling other workers of an error",
-        "a tenth of the speed of tiny models, reading a program's XLA, and training on several workers",
+        "calling a program without TensorFlow's layers of Python; telling other workers of an "
+        "error",
+        "a tenth of the speed of tiny models, reading a program's XLA, and training on several "
+        "workers",
     ),
     "InterpolateRuntimeError": Place(
         ("tensorflow.python.eager.polymorphic_function.atomic_function:InterpolateRuntimeError",),
@@ -206,8 +221,9 @@ PLACES: dict[str, Place] = {
         "reading a float32 variable in float32 in a layer that computes in half precision",
         "fp32_weight_gradients under half precision, and LayerStack",
     ),
-    # Its `dot_product_attention` is what all layers call. Wrapping `keras.ops.dot_product_attention` instead would
-    # leave out layers that hold the function itself.
+    # Its `dot_product_attention` is what all layers call. Wrapping
+    # `keras.ops.dot_product_attention` instead would leave out layers that hold the function
+    # itself.
     "nn": Place(
         ("keras.src.backend.ops.nn", "keras.src.backend:ops.nn", "keras.src.backend.tensorflow.nn"),
         "replacing the formula of attention by a fused one",
@@ -233,15 +249,23 @@ PLACES: dict[str, Place] = {
         "giving a model its compiled metrics without tracking them",
         "metrics in a model that a callback saves",
     ),
-    # What tensorflow-addons 0.23 imports by the names of Keras 2; neither package is developed any further.
-    "tf_keras_backend": Place(("tf_keras.src.backend",), "importing tensorflow-addons", "fastaccum.addons"),
-    "tf_keras_tf_utils": Place(("tf_keras.src.utils.tf_utils",), "importing tensorflow-addons", "fastaccum.addons"),
-    "tf_keras_engine": Place(("tf_keras.src.engine",), "importing tensorflow-addons", "fastaccum.addons"),
+    # What tensorflow-addons 0.23 imports by the names of Keras 2; neither package is developed any
+    # further.
+    "tf_keras_backend": Place(
+        ("tf_keras.src.backend",), "importing tensorflow-addons", "fastaccum.addons"
+    ),
+    "tf_keras_tf_utils": Place(
+        ("tf_keras.src.utils.tf_utils",), "importing tensorflow-addons", "fastaccum.addons"
+    ),
+    "tf_keras_engine": Place(
+        ("tf_keras.src.engine",), "importing tensorflow-addons", "fastaccum.addons"
+    ),
     "tf_keras_keras_tensor": Place(
         ("tf_keras.src.engine.keras_tensor",), "importing tensorflow-addons", "fastaccum.addons"
     ),
 }
-ADDONS_EXPECTS = "keras.src.engine"  # the package by which tensorflow-addons 0.23 imports `keras_tensor`
+# the package by which tensorflow-addons 0.23 imports `keras_tensor`
+ADDONS_EXPECTS = "keras.src.engine"
 
 
 def has(name: str) -> bool:
@@ -257,8 +281,9 @@ def __getattr__(name: str) -> Any:
         place = PLACES[name]
         raise MissingName(
             f"TensorFlow {_version('tensorflow')} with Keras {_version('keras')} has none of "
-            f"{', '.join(place.places)}, needed for {place.serves}. Off without it: {place.without}. Install "
-            "versions that pyproject.toml allows, or leave that feature out."
+            f"{', '.join(place.places)}, needed for {place.serves}. Off without it: "
+            f"{place.without}. Install versions that pyproject.toml allows, or leave that "
+            "feature out."
         )
     return found
 
@@ -279,136 +304,260 @@ def _version(package: str) -> str:
 
 # Attributes of TensorFlow's objects.
 
-call_flat = Method("_call_flat", of="ConcreteFunction", serves="calling a program with another replica's variables")
+call_flat = Method(
+    "_call_flat", of="ConcreteFunction", serves="calling a program with another replica's variables"
+)
 inference_function = Attribute(
-    "_inference_function", of="ConcreteFunction", serves="calling a program without TensorFlow's layers of Python"
+    "_inference_function",
+    of="ConcreteFunction",
+    serves="calling a program without TensorFlow's layers of Python",
 )
 is_jit_compiled = Attribute("_jit_compile", of="tf.function", serves="telling an XLA program")
-get_function = Method("_get_function", of="tf.Graph", serves="reading the loops and branches of a trace")
-iterator_resource = Attribute("_iterator_resource", of="iterators of tf.data", serves="saving an iterator's state")
-dataset_inputs = Method("_inputs", of="tf.data.Dataset", serves="finding the shuffles in a pipeline")
-dataset_functions = Method("_functions", of="tf.data.Dataset", serves="finding the functions in a pipeline")
+get_function = Method(
+    "_get_function", of="tf.Graph", serves="reading the loops and branches of a trace"
+)
+iterator_resource = Attribute(
+    "_iterator_resource", of="iterators of tf.data", serves="saving an iterator's state"
+)
+dataset_inputs = Method(
+    "_inputs", of="tf.data.Dataset", serves="finding the shuffles in a pipeline"
+)
+dataset_functions = Method(
+    "_functions", of="tf.data.Dataset", serves="finding the functions in a pipeline"
+)
 repeat_count = Attribute("_count", of="repeated datasets", serves="telling an endless pipeline")
 batch_size = Attribute("_batch_size", of="batched datasets", serves="how many rows a batch has")
 shuffle_seed = Attribute("_seed", of="shuffled datasets", serves="telling a shuffle without a seed")
-shuffle_seed2 = Attribute("_seed2", of="shuffled datasets", serves="telling a shuffle without a seed")
+shuffle_seed2 = Attribute(
+    "_seed2", of="shuffled datasets", serves="telling a shuffle without a seed"
+)
 cache_filename = Attribute("_filename", of="cached datasets", serves="telling a cache on disk")
-variable_creator_stack = Attribute("_variable_creator_stack", of="tf.Graph", serves="leaving a strategy's scope")
+variable_creator_stack = Attribute(
+    "_variable_creator_stack", of="tf.Graph", serves="leaving a strategy's scope"
+)
 DefaultDistributionStrategy = Attribute(
     "_DefaultDistributionStrategy", of="distribute_lib", serves="telling that there is no strategy"
 )
 DefaultReplicaThreadMode = Attribute(
     "_DefaultReplicaThreadMode", of="distribute_lib", serves="leaving a strategy's scope"
 )
-push_per_thread_mode = Method("_push_per_thread_mode", of="distribute_lib", serves="leaving a strategy's scope")
-pop_per_thread_mode = Method("_pop_per_thread_mode", of="distribute_lib", serves="leaving a strategy's scope")
-# TensorFlow numbers the collectives of every strategy alike; two in a process end in an InternalError.
-collective_key_base = Attribute("_collective_key_base", of="a strategy's extended", serves="a second strategy")
-collective_ops = Attribute("_collective_ops", of="a strategy's extended", serves="a second strategy")
-cross_device_ops = Attribute("_cross_device_ops", of="a strategy's extended", serves="a second strategy")
+push_per_thread_mode = Method(
+    "_push_per_thread_mode", of="distribute_lib", serves="leaving a strategy's scope"
+)
+pop_per_thread_mode = Method(
+    "_pop_per_thread_mode", of="distribute_lib", serves="leaving a strategy's scope"
+)
+# TensorFlow numbers the collectives of every strategy alike; two in a process end in an
+# InternalError.
+collective_key_base = Attribute(
+    "_collective_key_base", of="a strategy's extended", serves="a second strategy"
+)
+collective_ops = Attribute(
+    "_collective_ops", of="a strategy's extended", serves="a second strategy"
+)
+cross_device_ops = Attribute(
+    "_cross_device_ops", of="a strategy's extended", serves="a second strategy"
+)
 make_collective_ops = Method(
     "_make_collective_ops_with_fallbacks", of="a strategy's extended", serves="a second strategy"
 )
-id_in_cluster = Attribute("_id_in_cluster", of="a strategy's extended", serves="the number of a worker")
+id_in_cluster = Attribute(
+    "_id_in_cluster", of="a strategy's extended", serves="the number of a worker"
+)
 distributed_container = Method(
     "_distributed_container", of="handles of variables", serves="finding another replica's variable"
 )
-gradients_by_name = Attribute("_registry", of="the gradient registry", serves="freeing custom gradients")
+gradients_by_name = Attribute(
+    "_registry", of="the gradient registry", serves="freeing custom gradients"
+)
 
 # Attributes of nodes in a graph's definition.
 OUTPUT_SHAPES = "_output_shapes"  # the shapes of all results
-XLA_MUST_COMPILE = "_XlaMustCompile"  # set on what Keras compiles by itself, as a grouped convolution
-PLACED_WITH = "_class"  # the operations that it must be placed with, which may be missing in a copy of a part
+# set on what Keras compiles by itself, as a grouped convolution
+XLA_MUST_COMPILE = "_XlaMustCompile"
+# the operations that it must be placed with, which may be missing in a copy of a part
+PLACED_WITH = "_class"
 
-# Symbols of libtensorflow_framework. The first makes XLA parse TF_XLA_FLAGS again; the others silence two harmless
-# lines that TensorFlow logs when it loads a program, by the names that its releases have.
+# Symbols of libtensorflow_framework. The first makes XLA parse TF_XLA_FLAGS again; the others
+# silence two harmless lines that TensorFlow logs when it loads a program, by the names that its
+# releases have.
 FORGET_FLAGS_SYMBOL = (
-    "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEEPPiPPSt6vectorIPcSaIS7_EE"
+    "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEE"
+    "PPiPPSt6vectorIPcSaIS7_EE"
 )
 ABSEIL_RELEASES = ("lts_20260526", "lts_20250814")  # of TensorFlow 2.22 and 2.21
 LOG_LEVEL_SYMBOLS = tuple(
-    (f"_ZN4absl12{release}11MinLogLevelEv", f"_ZN4absl12{release}14SetMinLogLevelENS0_18LogSeverityAtLeastE")
+    (
+        f"_ZN4absl12{release}11MinLogLevelEv",
+        f"_ZN4absl12{release}14SetMinLogLevelENS0_18LogSeverityAtLeastE",
+    )
     for release in ABSEIL_RELEASES
 )
 
 # Attributes of Keras's layers and models.
 
-keras_mask = Attribute("_keras_mask", of="tensors", serves="the mask that layers attach to a tensor")
-distribute_strategy = Attribute("_distribute_strategy", of="models", serves="the strategy of a model")
-variable_value = Attribute("_value", of="keras.Variable", serves="one replica's component of a variable")
-variable_dtype = Attribute("_dtype", of="keras.Variable", serves="a variable's dtype outside of autocast")
+keras_mask = Attribute(
+    "_keras_mask", of="tensors", serves="the mask that layers attach to a tensor"
+)
+distribute_strategy = Attribute(
+    "_distribute_strategy", of="models", serves="the strategy of a model"
+)
+variable_value = Attribute(
+    "_value", of="keras.Variable", serves="one replica's component of a variable"
+)
+variable_dtype = Attribute(
+    "_dtype", of="keras.Variable", serves="a variable's dtype outside of autocast"
+)
 flatten_layers = Method("_flatten_layers", of="keras.Layer", serves="every nested layer")
-seed_generators = Attribute("_seed_generators", of="keras.Layer", serves="the seeds of a layer, without inner layers'")
-initial_seed = Attribute("_initial_seed", of="keras.random.SeedGenerator", serves="a seed that stacked layers share")
+seed_generators = Attribute(
+    "_seed_generators", of="keras.Layer", serves="the seeds of a layer, without inner layers'"
+)
+initial_seed = Attribute(
+    "_initial_seed", of="keras.random.SeedGenerator", serves="a seed that stacked layers share"
+)
 own_state = Attribute(
-    "_non_trainable_variables", of="keras.Layer", serves="a layer's own variables, without inner layers'"
+    "_non_trainable_variables",
+    of="keras.Layer",
+    serves="a layer's own variables, without inner layers'",
 )
 trainable_variables = Attribute(
-    "_trainable_variables", of="keras.Layer and optimizers", serves="a layer's own weights; those of an optimizer"
+    "_trainable_variables",
+    of="keras.Layer and optimizers",
+    serves="a layer's own weights; those of an optimizer",
 )
-metrics = Attribute("_metrics", of="keras.Layer", serves="metrics that a model and its layers hold themselves")
-compute_loss = Method("_compute_loss", of="keras.Model", serves="calling a model's own compute_loss")
+metrics = Attribute(
+    "_metrics", of="keras.Layer", serves="metrics that a model and its layers hold themselves"
+)
+compute_loss = Method(
+    "_compute_loss", of="keras.Model", serves="calling a model's own compute_loss"
+)
 compile_loss = Attribute("_compile_loss", of="keras.Model", serves="what a model was compiled with")
-losses_override = Attribute("_losses_override", of="keras.Model", serves="scaling what compute_loss takes from Keras")
-compile_metrics = Attribute("_compile_metrics", of="keras.Model", serves="metrics of a model that a callback saves")
-loss_tracker = Attribute("_loss_tracker", of="keras.Model", serves="telling a model's own metrics from `compile`'s")
+losses_override = Attribute(
+    "_losses_override", of="keras.Model", serves="scaling what compute_loss takes from Keras"
+)
+compile_metrics = Attribute(
+    "_compile_metrics", of="keras.Model", serves="metrics of a model that a callback saves"
+)
+loss_tracker = Attribute(
+    "_loss_tracker", of="keras.Model", serves="telling a model's own metrics from `compile`'s"
+)
 user_loss = Attribute("_user_loss", of="CompileLoss", serves="what a model was compiled with")
-user_loss_weights = Attribute("_user_loss_weights", of="CompileLoss", serves="what a model was compiled with")
-user_metrics = Attribute("_user_metrics", of="CompileMetrics", serves="what a model was compiled with")
-user_weighted_metrics = Attribute("_user_weighted_metrics", of="CompileMetrics", serves="what it was compiled with")
+user_loss_weights = Attribute(
+    "_user_loss_weights", of="CompileLoss", serves="what a model was compiled with"
+)
+user_metrics = Attribute(
+    "_user_metrics", of="CompileMetrics", serves="what a model was compiled with"
+)
+user_weighted_metrics = Attribute(
+    "_user_weighted_metrics", of="CompileMetrics", serves="what it was compiled with"
+)
 flat_metrics = Attribute("_flat_metrics", of="CompileMetrics", serves="the metrics of each output")
-flat_weighted_metrics = Attribute("_flat_weighted_metrics", of="CompileMetrics", serves="the metrics of each output")
-functional = Attribute("_functional", of="keras.Sequential", serves="the graph of a Sequential, its output names")
-run_through_graph = Method("_run_through_graph", of="functional models", serves="fa.remat in segments of a graph")
-nodes_by_depth = Attribute("_nodes_by_depth", of="functional models", serves="fa.remat in segments of a graph")
-remat_mode = Attribute("_remat_mode", of="keras.Layer", serves="refusing a keras.RematScope by the layer's name")
-is_default_build = Attribute("_is_default", of="a layer's `build`", serves="telling a layer built at its first call")
-track_trackable = Method("_track_trackable", of="keras.Layer", serves="stacked weights in tf.train.Checkpoint")
-kernel = Attribute("_kernel", of="keras.Layer and KerasHub's MaskedLMHead", serves="a layer's float32 weight")
+flat_weighted_metrics = Attribute(
+    "_flat_weighted_metrics", of="CompileMetrics", serves="the metrics of each output"
+)
+functional = Attribute(
+    "_functional", of="keras.Sequential", serves="the graph of a Sequential, its output names"
+)
+run_through_graph = Method(
+    "_run_through_graph", of="functional models", serves="fa.remat in segments of a graph"
+)
+nodes_by_depth = Attribute(
+    "_nodes_by_depth", of="functional models", serves="fa.remat in segments of a graph"
+)
+remat_mode = Attribute(
+    "_remat_mode", of="keras.Layer", serves="refusing a keras.RematScope by the layer's name"
+)
+is_default_build = Attribute(
+    "_is_default", of="a layer's `build`", serves="telling a layer built at its first call"
+)
+track_trackable = Method(
+    "_track_trackable", of="keras.Layer", serves="stacked weights in tf.train.Checkpoint"
+)
+kernel = Attribute(
+    "_kernel", of="keras.Layer and KerasHub's MaskedLMHead", serves="a layer's float32 weight"
+)
 bias = Attribute("_bias", of="KerasHub's MaskedLMHead", serves="its linear layer's weights")
-embeddings = Attribute("_embeddings", of="keras.layers.Embedding", serves="a layer's float32 weight")
-compute_causal_padding = Method("_compute_causal_padding", of="keras.layers.Conv1D", serves="a convolution's padding")
-autocast = Attribute("_autocast", of="tf_keras layers", serves="LinearCrossEntropy's head in its own dtype")
-intermediate_dense = Method("_intermediate_dense", of="KerasHub's MaskedLMHead", serves="LinearCrossEntropy there")
+embeddings = Attribute(
+    "_embeddings", of="keras.layers.Embedding", serves="a layer's float32 weight"
+)
+compute_causal_padding = Method(
+    "_compute_causal_padding", of="keras.layers.Conv1D", serves="a convolution's padding"
+)
+autocast = Attribute(
+    "_autocast", of="tf_keras layers", serves="LinearCrossEntropy's head in its own dtype"
+)
+intermediate_dense = Method(
+    "_intermediate_dense", of="KerasHub's MaskedLMHead", serves="LinearCrossEntropy there"
+)
 intermediate_layer_norm = Method(
     "_intermediate_layer_norm", of="KerasHub's MaskedLMHead", serves="LinearCrossEntropy there"
 )
 
-# Attributes of attention layers: the parts after the projections, the mask, the scores' factor, Dropout.
+# Attributes of attention layers: the parts after the projections, the mask, the scores' factor,
+# Dropout.
 
 compute_attention = Method("_compute_attention", of="attention layers", serves="fused attention")
-compute_causal_mask = Method("_compute_causal_mask", of="attention layers", serves="fused attention: the mask")
+compute_causal_mask = Method(
+    "_compute_causal_mask", of="attention layers", serves="fused attention: the mask"
+)
 masked_softmax = Method("_masked_softmax", of="attention layers", serves="fused attention")
 softmax = Attribute("_softmax", of="attention layers", serves="fused attention")
-inv_norm_factor = Attribute("_inv_norm_factor", of="KerasHub's attention", serves="fused attention: the factor")
+inv_norm_factor = Attribute(
+    "_inv_norm_factor", of="KerasHub's attention", serves="fused attention: the factor"
+)
 inverse_sqrt_key_dim = Attribute(
-    "_inverse_sqrt_key_dim", of="keras.layers.MultiHeadAttention", serves="fused attention: the factor"
+    "_inverse_sqrt_key_dim",
+    of="keras.layers.MultiHeadAttention",
+    serves="fused attention: the factor",
 )
 inverse_sqrt_head_dim = Attribute(
-    "_inverse_sqrt_head_dim", of="keras.layers.GroupQueryAttention", serves="fused attention: the factor"
+    "_inverse_sqrt_head_dim",
+    of="keras.layers.GroupQueryAttention",
+    serves="fused attention: the factor",
 )
-dropout_layer = Attribute("_dropout_layer", of="attention layers", serves="fused attention: Dropout of the weights")
-attn_dropout_layer = Attribute("_attn_dropout_layer", of="KerasHub's GPT-NeoX", serves="fused attention: Dropout")
-return_attention_scores = Attribute("_return_attention_scores", of="attention layers", serves="fused attention")
+dropout_layer = Attribute(
+    "_dropout_layer", of="attention layers", serves="fused attention: Dropout of the weights"
+)
+attn_dropout_layer = Attribute(
+    "_attn_dropout_layer", of="KerasHub's GPT-NeoX", serves="fused attention: Dropout"
+)
+return_attention_scores = Attribute(
+    "_return_attention_scores", of="attention layers", serves="fused attention"
+)
 
 # Attributes of Keras's metrics and losses.
 
 fn = Attribute("_fn", of="keras.metrics.MeanMetricWrapper", serves="the function in a metric")
-fn_kwargs = Attribute("_fn_kwargs", of="metrics and tf_keras losses", serves="the arguments of that function")
-crossentropy = Attribute("_crossentropy", of="KerasHub's Perplexity", serves="Perplexity with LinearCrossEntropy")
+fn_kwargs = Attribute(
+    "_fn_kwargs", of="metrics and tf_keras losses", serves="the arguments of that function"
+)
+crossentropy = Attribute(
+    "_crossentropy", of="KerasHub's Perplexity", serves="Perplexity with LinearCrossEntropy"
+)
 
 # Attributes of Keras's optimizers.
 
-learning_rate = Attribute("_learning_rate", of="optimizers", serves="the schedule itself, not its last value")
+learning_rate = Attribute(
+    "_learning_rate", of="optimizers", serves="the schedule itself, not its last value"
+)
 variables = Attribute("_variables", of="optimizers", serves="which lists of an optimizer are slots")
-moving_averages = Attribute("_model_variables_moving_average", of="optimizers", serves="averages of weights")
+moving_averages = Attribute(
+    "_model_variables_moving_average", of="optimizers", serves="averages of weights"
+)
 var_key = Method("_var_key", of="optimizers", serves="which slot belongs to which weight")
-variables_indices = Attribute("_trainable_variables_indices", of="optimizers", serves="the weights it was built with")
-optimizer_of_variable = Attribute("_var_to_optimizer_idx", of="MultiOptimizer", serves="a weight's optimizer")
-use_weight_decay = Method("_use_weight_decay", of="optimizers", serves="what exclude_from_weight_decay was told of")
+variables_indices = Attribute(
+    "_trainable_variables_indices", of="optimizers", serves="the weights it was built with"
+)
+optimizer_of_variable = Attribute(
+    "_var_to_optimizer_idx", of="MultiOptimizer", serves="a weight's optimizer"
+)
+use_weight_decay = Method(
+    "_use_weight_decay", of="optimizers", serves="what exclude_from_weight_decay was told of"
+)
 ADAFACTOR_R = "_r"  # Adafactor's placeholder variables, int32 and never read
 ADAFACTOR_C = "_c"
-# Methods that a user's optimizer may override, and that the fused step then would not call as Keras does.
+# Methods that a user's optimizer may override, and that the fused step then would not call as Keras
+# does.
 COMPUTE_GRADIENTS = "_compute_gradients"
 TRANSFORM_GRADIENTS = "_transform_unaggregated_gradients"
 OVERRIDABLE_UPDATES = (
@@ -418,45 +567,89 @@ OVERRIDABLE_UPDATES = (
     "_apply_weight_decay",
 )
 
-# Attributes of Keras's callbacks: the counters that a resumed training needs, by the callback's class.
+# Attributes of Keras's callbacks: the counters that a resumed training needs, by the callback's
+# class.
 
 CALLBACK_MODEL = "_model"
-global_train_batch = Attribute("_global_train_batch", of="TensorBoard", serves="the number of a step")
+global_train_batch = Attribute(
+    "_global_train_batch", of="TensorBoard", serves="the number of a step"
+)
 GLOBAL_TEST_BATCH = "_global_test_batch"
-MODEL_CHECKPOINT_COUNTERS = ("_batches_seen_since_last_saving", "_last_batch_seen", "_current_epoch")
+MODEL_CHECKPOINT_COUNTERS = (
+    "_batches_seen_since_last_saving",
+    "_last_batch_seen",
+    "_current_epoch",
+)
 EMA_WEIGHTS_IN_MODEL = "_ema_weights_in_model"
-initial_epoch = Attribute("_initial_epoch", of="keras.Model", serves="where BackupAndRestore says to go on")
-training_state = Attribute("_training_state", of="tf_keras models", serves="where BackupAndRestore says to go on")
-learning_rate = Attribute("_learning_rate", of="optimizers", serves="the variable of a learning rate")
+initial_epoch = Attribute(
+    "_initial_epoch", of="keras.Model", serves="where BackupAndRestore says to go on"
+)
+training_state = Attribute(
+    "_training_state", of="tf_keras models", serves="where BackupAndRestore says to go on"
+)
+learning_rate = Attribute(
+    "_learning_rate", of="optimizers", serves="the variable of a learning rate"
+)
 train_counter = Attribute("_train_counter", of="tf_keras models", serves="the number of a step")
-is_tracing = Attribute("_is_tracing", of="TensorBoard", serves="ending a profile after its last step")
+is_tracing = Attribute(
+    "_is_tracing", of="TensorBoard", serves="ending a profile after its last step"
+)
 
 # Attributes of tf_keras and tensorflow-addons, which are developed no further.
 
 eager_losses = Attribute("_eager_losses", of="tf_keras layers", serves="losses that a call added")
 callable_losses = Attribute("_callable_losses", of="tf_keras layers", serves="regularisers")
-own_weights_state = Attribute("_non_trainable_weights", of="tf_keras layers", serves="a layer's own state")
-user_losses = Attribute("_user_losses", of="tf_keras's LossesContainer", serves="what a model was compiled with")
-using_dummy_loss = Attribute("_using_dummy_loss", of="Hugging Face models", serves="what it was compiled with")
+own_weights_state = Attribute(
+    "_non_trainable_weights", of="tf_keras layers", serves="a layer's own state"
+)
+user_losses = Attribute(
+    "_user_losses", of="tf_keras's LossesContainer", serves="what a model was compiled with"
+)
+using_dummy_loss = Attribute(
+    "_using_dummy_loss", of="Hugging Face models", serves="what it was compiled with"
+)
 built = Attribute("_built", of="tf_keras optimizers", serves="slots before the trace")
-index_dict = Attribute("_index_dict", of="tf_keras optimizers", serves="the weights it was built with")
-iterations = Attribute("_iterations", of="tf_keras optimizers", serves="one counter for wrapped optimizers")
-hyper = Attribute("_hyper", of="tf_keras's legacy optimizers", serves="learning rates of wrapped optimizers")
-get_hyper = Method("_get_hyper", of="tf_keras's legacy optimizers", serves="from which step SWA averages")
-wrapped_optimizer = Attribute("_optimizer", of="wrapping optimizers", serves="all slots of wrapped optimizers")
-slots = Attribute("_slots", of="tf_keras's legacy optimizers", serves="the weights it was built with")
+index_dict = Attribute(
+    "_index_dict", of="tf_keras optimizers", serves="the weights it was built with"
+)
+iterations = Attribute(
+    "_iterations", of="tf_keras optimizers", serves="one counter for wrapped optimizers"
+)
+hyper = Attribute(
+    "_hyper", of="tf_keras's legacy optimizers", serves="learning rates of wrapped optimizers"
+)
+get_hyper = Method(
+    "_get_hyper", of="tf_keras's legacy optimizers", serves="from which step SWA averages"
+)
+wrapped_optimizer = Attribute(
+    "_optimizer", of="wrapping optimizers", serves="all slots of wrapped optimizers"
+)
+slots = Attribute(
+    "_slots", of="tf_keras's legacy optimizers", serves="the weights it was built with"
+)
 unique_id = Attribute("_unique_id", of="tf.Variable", serves="slots by weight")
 optimizer_name = Attribute("_name", of="tf_keras's legacy optimizers", serves="the names of slots")
-create_all_weights = Method("_create_all_weights", of="tf_keras's legacy optimizers", serves="slots before the trace")
-optimizer_strategy = Attribute("_distribution_strategy", of="optimizers", serves="the strategy of an optimizer")
-resource_apply_dense = Method("_resource_apply_dense", of="legacy optimizers", serves="rows without a lookup")
-resource_apply_sparse = Method("_resource_apply_sparse", of="legacy optimizers", serves="rows without a lookup")
+create_all_weights = Method(
+    "_create_all_weights", of="tf_keras's legacy optimizers", serves="slots before the trace"
+)
+optimizer_strategy = Attribute(
+    "_distribution_strategy", of="optimizers", serves="the strategy of an optimizer"
+)
+resource_apply_dense = Method(
+    "_resource_apply_dense", of="legacy optimizers", serves="rows without a lookup"
+)
+resource_apply_sparse = Method(
+    "_resource_apply_sparse", of="legacy optimizers", serves="rows without a lookup"
+)
 momentum = Attribute("_momentum", of="legacy optimizers", serves="rows without a lookup")
 
 
 def _print_missing() -> None:
     absent = missing()
-    print(f"TensorFlow {_version('tensorflow')}, Keras {_version('keras')}: {len(PLACES)} names, {len(absent)} missing")
+    print(
+        f"TensorFlow {_version('tensorflow')}, Keras {_version('keras')}: {len(PLACES)} names, "
+        f"{len(absent)} missing"
+    )
     for name, place in absent.items():
         print(f"{name}: not at {' or '.join(place.places)}. Off: {place.without}.")
 

@@ -1,4 +1,6 @@
-"""The context of a trace: objects for kernels that Keras's layers, which stand in between, could not hand on."""
+"""The context of a trace: objects for kernels that Keras's layers, which stand in between, could
+not hand on.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ class TraceContext:
     """Holds what kernels find while a micro-batch's forward and backward pass are traced."""
 
     accumulators: Accumulators | None = None  # that a kernel may add to in its backward pass
-    casts: Casts = NO_CASTS  # half-precision casts of weights, made before the loop over micro-batches
+    # half-precision casts of weights, made before the loop over micro-batches
+    casts: Casts = NO_CASTS
     names: Names | None = None  # collects what `checkpoint_name` names, where somebody asks for it
-    hoists_keys: bool = False  # true where keys of random draws are derived outside the loop that draws
-    attention: Callable[..., tf.Tensor] | None = None  # for `keras.ops.dot_product_attention`; None for Keras's formula
+    # true where keys of random draws are derived outside the loop that draws
+    hoists_keys: bool = False
+    # for `keras.ops.dot_product_attention`; None for Keras's formula
+    attention: Callable[..., tf.Tensor] | None = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -62,6 +67,8 @@ def current() -> TraceContext:
 
 
 def accumulator_of(variable: tf.Tensor | tf.Variable | None) -> Accumulator | None:
-    """Returns the accumulator of a variable that a kernel's forward pass reads; None where the step offers none."""
+    """Returns the accumulator of a variable that a kernel's forward pass reads; None where the step
+    offers none.
+    """
     offered = current().accumulators
     return None if offered is None else offered.find(variable)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import fastaccum  # noqa: F401  # before TensorFlow, as in users' programs: it turns oneDNN on
 
-# Most tests wait for XLA to make machine code: for MLIR's emitters of fusions, and for LLVM, which optimises a program
-# in up to 32 modules. Without them operations and buffers are the same. An XLA_FLAGS that is set is kept, also an empty
-# one: CI runs test_exactness.py with it, on the code that users run.
+# Most tests wait for XLA to make machine code: for MLIR's emitters of fusions, and for LLVM, which
+# optimises a program in up to 32 modules. Without them operations and buffers are the same. An
+# XLA_FLAGS that is set is kept, also an empty one: CI runs test_exactness.py with it, on the code
+# that users run.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -33,11 +34,16 @@ SAMPLED = pytest.StashKey[set]()  # files of which a test of tf_keras's models r
 
 def pytest_addoption(parser):
     parser.addoption("--no-skips", action="store_true", help="a test that is skipped has failed")
-    parser.addoption("--unpassed", action="store_true", help="leave out the tests that passed in an earlier run here")
+    parser.addoption(
+        "--unpassed",
+        action="store_true",
+        help="leave out the tests that passed in an earlier run here",
+    )
 
 
 def pytest_configure(config):
-    # pytest asks addons.py for names such as pytest_plugins, and any name imports tensorflow-addons.
+    # pytest asks addons.py for names such as pytest_plugins, and any name imports
+    # tensorflow-addons.
     if PathFinder.find_spec("tensorflow_addons") is None:
         config.option.ignore_glob = [*(config.option.ignore_glob or []), "/*/fastaccum/addons.py"]
     # With pytest-xdist this process hears of every test, and its workers only of their own.
@@ -72,7 +78,8 @@ def pytest_runtest_makereport(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
-    """What is tested of Keras 3's models and of tf_keras's alike is chosen with `-m variant` for the latter.
+    """What is tested of Keras 3's models and of tf_keras's alike is chosen with `-m variant` for
+    the latter.
 
     CI runs the first of each file at every commit.
     """
@@ -84,7 +91,9 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Begins with the files that take longest, so that no worker is left with one while the others have nothing."""
+    """Begins with the files that take longest, so that no worker is left with one while the others
+    have nothing.
+    """
     if config.getoption("unpassed"):
         passed = set(config.cache.get(PASSED, []))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
@@ -93,13 +102,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Spares the garbage collector the packages, whose objects are as many as those of all tests and never freed."""
+    """Spares the garbage collector the packages, whose objects are as many as those of all tests
+    and never freed.
+    """
     gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """What uses tensorflow-addons is skipped where it cannot be installed: its wheels end at Python 3.11."""
+    """What uses tensorflow-addons is skipped where it cannot be installed: its wheels end at Python
+    3.11.
+    """
     try:
         return (yield)
     except ImportError as error:
@@ -111,7 +124,9 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible():
-    """A shell has its background jobs and their children ignore SIGINT: tests send it to themselves and to others."""
+    """A shell has its background jobs and their children ignore SIGINT: tests send it to themselves
+    and to others.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -119,8 +134,8 @@ def interruptible():
 
 @pytest.fixture(scope="session", autouse=True)
 def untuned_datasets():
-    """TensorFlow tunes a dataset's parallelism in a thread, which an iterator waits for when it is let go: up to a
-    minute, where the thread does not hear of it before it sleeps again.
+    """TensorFlow tunes a dataset's parallelism in a thread, which an iterator waits for when it is
+    let go: up to a minute, where the thread does not hear of it before it sleeps again.
     """
     untuned = tf.data.Options()
     untuned.autotune.enabled = False
@@ -132,8 +147,9 @@ def untuned_datasets():
 
 @pytest.fixture(scope="module", autouse=True)
 def graphs_as_traced(request):
-    """Keeps TensorFlow from rewriting graphs before their first run, which takes a third of the time of most tests
-    without XLA. Tests of a Trainer and of exactness wait for that, and all in processes of their own.
+    """Keeps TensorFlow from rewriting graphs before their first run, which takes a third of the
+    time of most tests without XLA. Tests of a Trainer and of exactness wait for that, and all in
+    processes of their own.
     """
     rewritten = request.path.stem in ("test_trainer", "test_exactness")
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not rewritten})

@@ -1,4 +1,6 @@
-"""tensorflow-addons as `fastaccum.addons`: imported when used, beside a Keras 3 that goes on as before."""
+"""tensorflow-addons as `fastaccum.addons`: imported when used, beside a Keras 3 that goes on as
+before.
+"""
 
 import functools
 import os
@@ -15,7 +17,9 @@ import tensorflow as tf
 import fastaccum as fa
 
 PAGE = Path(__file__).parents[1] / "docs/guides/addons.md"
-needs_addons = pytest.mark.skipif(sys.version_info >= (3, 12), reason="tensorflow-addons ends at Python 3.11")
+needs_addons = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="tensorflow-addons ends at Python 3.11"
+)
 PROLOGUE = "import os; os.environ['TF_CPP_MIN_LOG_LEVEL'] = '2'; import sys\n"
 
 
@@ -78,7 +82,9 @@ assert fa.addons.__name__ == "fastaccum.addons" and "addons" in dir(fa)
 @needs_addons
 @pytest.mark.faults
 def test_keras_3_goes_on_beside_it(tmp_path):
-    """A Keras 3 model made before, trained, saved and loaded after; tf.keras is tf_keras in every spelling."""
+    """A Keras 3 model made before, trained, saved and loaded after; tf.keras is tf_keras in every
+    spelling.
+    """
     succeeds(f"""
 import keras, numpy as np, tensorflow as tf
 def make():
@@ -145,7 +151,9 @@ assert not {{"tensorflow_addons", "keras.src.engine"}} & (set(sys.modules) - mod
 @pytest.mark.faults
 @pytest.mark.parametrize("before", ["import keras", "os.environ['TF_USE_LEGACY_KERAS'] = '0'"])
 def test_tf_keras_is_bound_before_anything_is_used(before):
-    """Also where TensorFlow was imported before, as by Keras 3, and where the environment asks for Keras 3."""
+    """Also where TensorFlow was imported before, as by Keras 3, and where the environment asks for
+    Keras 3.
+    """
     succeeds(f"""
 {before}
 import fastaccum.addons
@@ -210,7 +218,10 @@ def test_where_its_wheels_end():
 
     assert "3.11" not in _not_installed("tensorflow_addons", (3, 11))
     text = _not_installed("tensorflow_addons", (3, 12))
-    assert "last release is for Python 3.11. This is Python 3.12. Use" in text and "keras.optimizers.Lamb" in text
+    assert (
+        "last release is for Python 3.11. This is Python 3.12. Use" in text
+        and "keras.optimizers.Lamb" in text
+    )
 
 
 @needs_addons
@@ -222,15 +233,22 @@ def test_the_guide_names_what_needs_a_compiled_operation():
         "text.skip_gram_sample": lambda: text.skip_gram_sample(tf.constant(["a", "b"])),
         "image.resampler": lambda: image.resampler(grid, tf.zeros([1, 2])),
         "image.connected_components": lambda: image.connected_components(grid[0, :, :, 0]),
-        "image.euclidean_dist_transform": lambda: image.euclidean_dist_transform(tf.zeros([4, 4, 1], tf.uint8)),
+        "image.euclidean_dist_transform": lambda: image.euclidean_dist_transform(
+            tf.zeros([4, 4, 1], tf.uint8)
+        ),
         "layers.EmbeddingBag": lambda: layers.EmbeddingBag(4, 4)(tf.zeros([2, 2], tf.int32)),
-        "layers.CorrelationCost": lambda: layers.CorrelationCost(1, 1, 1, 1, 1, "channels_last")([grid, grid]),
+        "layers.CorrelationCost": lambda: layers.CorrelationCost(1, 1, 1, 1, 1, "channels_last")(
+            [grid, grid]
+        ),
     }
     assert set(re.findall(r"^\| `tfa\.(\S+)` \|", PAGE.read_text(), re.MULTILINE)) == set(calls)
     for call in calls.values():
-        with pytest.raises(NotImplementedError, match=r"\w+\.so was compiled .* see docs/guides/addons\.md"):
+        with pytest.raises(
+            NotImplementedError, match=r"\w+\.so was compiled .* see docs/guides/addons\.md"
+        ):
             call()
-    assert image.adjust_hsv_in_yiq(tf.zeros([4, 4, 3]), 0.1).shape == (4, 4, 3)  # written in Python, too
+    # written in Python, too
+    assert image.adjust_hsv_in_yiq(tf.zeros([4, 4, 3]), 0.1).shape == (4, 4, 3)
 
 
 @needs_addons
@@ -238,7 +256,9 @@ def test_the_guide_names_what_needs_a_compiled_operation():
     "name", ["triplet_semihard_loss", pytest.param("lifted_struct_loss", marks=pytest.mark.variant)]
 )
 def test_losses_become_part_of_the_graph_that_calls_them(name):
-    """What a tf.function passes to its gradient is no constant for XLA, which then compiles each step anew."""
+    """What a tf.function passes to its gradient is no constant for XLA, which then compiles each
+    step anew.
+    """
     loss = getattr(fa.addons.losses, name)
     labels = tf.constant([0, 1, 0, 1])
     rows = tf.constant([[1.0, 2, 3], [2, 1, 0], [1, 0, 1], [0, 1, 2]])
@@ -259,7 +279,9 @@ def test_averages_are_swapped_in_for_an_evaluation():
     trainer = fa.Trainer(model, swa, "mse", gradient_accumulation_steps=2)
     swap, weights = keras.callbacks.SwapEMAWeights(), []
     for _ in range(2):
-        history = trainer.fit(x, x[:, :1], batch_size=2, verbose=0, validation_data=(x, x[:, :1]), callbacks=[swap])
+        history = trainer.fit(
+            x, x[:, :1], batch_size=2, verbose=0, validation_data=(x, x[:, :1]), callbacks=[swap]
+        )
         weights.append(model.get_weights()[0])
         plain = trainer.evaluate(x, x[:, :1], verbose=0)
         averaged = trainer.evaluate(x, x[:, :1], verbose=0, callbacks=[swap])

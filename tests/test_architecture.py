@@ -1,4 +1,6 @@
-"""The rules of docs/architecture.md, read off the source: rooms, arrows, private names, annotations."""
+"""The rules of docs/architecture.md, read off the source: rooms, arrows, private names,
+annotations.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fastaccum", "kernels", "benchmarks")
-# A docstring opens with a verb (what the function does) or a typed noun (what the class is): CONTRIBUTING.md, Language.
+# A docstring opens with a verb (what the function does) or a typed noun (what the class is):
+# CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")
 BODY_LINES = 60
 TOP_LEVEL_MODULES = 9
 
-# From the lowest room to the highest: a module imports from its own room and from lower layers, never from its
-# neighbours in the same layer. "" is fastaccum/__init__.py; the command line runs benchmarks where they are there.
+# From the lowest room to the highest: a module imports from its own room and from lower layers,
+# never from its neighbours in the same layer. "" is fastaccum/__init__.py; the command line runs
+# benchmarks where they are there.
 LAYERS = (
     {"kernels"},
     {"checks", "lines"},
@@ -67,7 +71,9 @@ def trees(sources: Sources, *folders: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def imported_names(path: str, tree: ast.Module) -> Iterator[str]:
-    """What every import statement binds, in full: `from a.b import c` is a.b.c, wherever the statement stands."""
+    """What every import statement binds, in full: `from a.b import c` is a.b.c, wherever the
+    statement stands.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -87,16 +93,25 @@ def imports(sources: Sources) -> dict[str, set[str]]:
     modules = {module_name(path) for path in sources}
 
     def module_of(name: str) -> str | None:
-        return name if name in modules else name.rpartition(".")[0] if name.rpartition(".")[0] in modules else None
+        return (
+            name
+            if name in modules
+            else name.rpartition(".")[0]
+            if name.rpartition(".")[0] in modules
+            else None
+        )
 
     return {
-        module_name(path): {m for name in imported_names(path, tree) if (m := module_of(name))} - {module_name(path)}
+        module_name(path): {m for name in imported_names(path, tree) if (m := module_of(name))}
+        - {module_name(path)}
         for path, tree in trees(sources, *FOLDERS)
     }
 
 
 def private_names(path: str, tree: ast.Module) -> set[str]:
-    """Names in TensorFlow's and Keras's private modules: imported, as chains of attributes, and as strings."""
+    """Names in TensorFlow's and Keras's private modules: imported, as chains of attributes, and as
+    strings.
+    """
     aliases = {
         alias.asname: alias.name
         for node in ast.walk(tree)
@@ -122,11 +137,17 @@ def private_names(path: str, tree: ast.Module) -> set[str]:
 def defined_names(tree: ast.Module) -> set[str]:
     """What a module defines: functions, classes, variables, and attributes of self."""
     return {
-        node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else getattr(node, "attr", None) or node.id
+        node.name
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        else getattr(node, "attr", None) or node.id
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-        or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value))
+        or (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and is_self(node.value)
+        )
     }
 
 
@@ -134,7 +155,11 @@ def class_names(tree: ast.Module) -> set[str]:
     """What the classes of a module define: methods, class variables, and attributes of self."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and is_self(node.value)
+        ):
             found.add(node.attr)
         elif isinstance(node, ast.ClassDef):
             for statement in node.body:
@@ -148,7 +173,9 @@ def class_names(tree: ast.Module) -> set[str]:
 def imported_from_the_package(tree: ast.Module) -> set[str]:
     """The names by which a module imports what fastaccum defines."""
     statements = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
-    of_package = [node for node in statements if (node.module or "").partition(".")[0] == "fastaccum"]
+    of_package = [
+        node for node in statements if (node.module or "").partition(".")[0] == "fastaccum"
+    ]
     return {alias.asname or alias.name for node in of_package for alias in node.names}
 
 
@@ -161,25 +188,39 @@ def is_self(node: ast.expr) -> bool:
 
 
 def private_attributes(tree: ast.Module, package: set[str]) -> set[str]:
-    """Private attributes of objects that others define: `x._y` where no class of this module defines `_y`.
+    """Private attributes of objects that others define: `x._y` where no class of this module
+    defines `_y`.
 
-    On self, and on what is imported from the package, they are others' where nothing in the package defines them. A
-    string that looks like one is, where nothing in the module defines it.
+    On self, and on what is imported from the package, they are others' where nothing in the package
+    defines them. A string that looks like one is, where nothing in the module defines it.
     """
     found = set()
     of_classes = class_names(tree)
     of_module = defined_names(tree)
     imported = imported_from_the_package(tree)
-    literals = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    literals = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             is_own = is_self(node.value) or ast.unparse(node.value) in imported
             name, known = node.attr, package if is_own else of_classes
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in literals:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in literals
+        ):
             name, known = node.value, of_module
         else:
             continue
-        if re.fullmatch(r"_[A-Za-z]\w*", name) and name not in known and name not in OF_NAMED_TUPLES:
+        if (
+            re.fullmatch(r"_[A-Za-z]\w*", name)
+            and name not in known
+            and name not in OF_NAMED_TUPLES
+        ):
             found.add(name)
     return found
 
@@ -222,7 +263,9 @@ def no_circles(sources: Sources) -> Iterator[str]:
 def few_modules_at_the_top(sources: Sources) -> Iterator[str]:
     top = [path for path in sources if re.fullmatch(r"fastaccum/\w+\.py", path)]
     if len(top) > TOP_LEVEL_MODULES:
-        yield f"{len(top)} modules directly in fastaccum, over {TOP_LEVEL_MODULES}: {', '.join(top)}"
+        yield (
+            f"{len(top)} modules directly in fastaccum, over {TOP_LEVEL_MODULES}: {', '.join(top)}"
+        )
 
 
 def private_names_in_one_module(sources: Sources) -> Iterator[str]:
@@ -236,7 +279,9 @@ def private_names_in_one_module(sources: Sources) -> Iterator[str]:
 
 
 def private_names_are_used(sources: Sources) -> Iterator[str]:
-    """Finds what the module of private names declares and no other uses: all capitals and all Attributes."""
+    """Finds what the module of private names declares and no other uses: all capitals and all
+    Attributes.
+    """
     used = set()
     for _, tree in trees(sources, "fastaccum", "kernels"):
         for node in ast.walk(tree):
@@ -248,12 +293,22 @@ def private_names_are_used(sources: Sources) -> Iterator[str]:
         for node in tree.body:
             if isinstance(node, ast.Assign) and "Place" not in ast.unparse(node.value):
                 name = ast.unparse(node.targets[0])
-                is_used_here = sum(isinstance(n, ast.Name) and n.id == name for n in ast.walk(tree)) > 1
+                is_used_here = (
+                    sum(isinstance(n, ast.Name) and n.id == name for n in ast.walk(tree)) > 1
+                )
                 if not name.startswith("_") and name not in used and not is_used_here:
                     yield f"{KNOWS_PRIVATE} has {name}, which nothing uses"
-            if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "PLACES" and node.value:
+            if (
+                isinstance(node, ast.AnnAssign)
+                and ast.unparse(node.target) == "PLACES"
+                and node.value
+            ):
                 names = [key.value for key in node.value.keys]
-                yield from (f"{KNOWS_PRIVATE} has {name}, which nothing uses" for name in names if name not in used)
+                yield from (
+                    f"{KNOWS_PRIVATE} has {name}, which nothing uses"
+                    for name in names
+                    if name not in used
+                )
 
 
 def public_functions_are_annotated(sources: Sources) -> Iterator[str]:
@@ -264,7 +319,9 @@ def public_functions_are_annotated(sources: Sources) -> Iterator[str]:
             arguments = function.args
             parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
             parameters += [p for p in (arguments.vararg, arguments.kwarg) if p]
-            bare = [p.arg for p in parameters if p.annotation is None and p.arg not in ("self", "cls")]
+            bare = [
+                p.arg for p in parameters if p.annotation is None and p.arg not in ("self", "cls")
+            ]
             if function.returns is None and function.name != "__init__":
                 bare.append("return")
             if bare:
@@ -281,7 +338,9 @@ def bodies_are_short(sources: Sources) -> Iterator[str]:
             code = [line.strip() for line in lines[body[0].lineno - 1 : function.end_lineno]]
             count = sum(bool(line) and not line.startswith("#") for line in code)
             if count > BODY_LINES:
-                yield f"{path}:{function.lineno} {name} has {count} lines of code, over {BODY_LINES}"
+                yield (
+                    f"{path}:{function.lineno} {name} has {count} lines of code, over {BODY_LINES}"
+                )
 
 
 def docstrings_open_with_a_verb_or_a_noun(sources: Sources) -> Iterator[str]:
@@ -290,7 +349,9 @@ def docstrings_open_with_a_verb_or_a_noun(sources: Sources) -> Iterator[str]:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and OPENINGS.match(
                 ast.get_docstring(node) or ""
             ):
-                yield f"{path}:{getattr(node, 'lineno', 1)} {ast.get_docstring(node).splitlines()[0]}"
+                yield (
+                    f"{path}:{getattr(node, 'lineno', 1)} {ast.get_docstring(node).splitlines()[0]}"
+                )
 
 
 def one_context_for_traces(sources: Sources) -> Iterator[str]:
@@ -336,15 +397,30 @@ LOW, HIGH = "fastaccum/adapters/models.py", "fastaccum/step/train_step.py"
 BREAKS = [
     (arrows_run_one_way, {LOW: "from fastaccum.step.train_step import TrainStep", HIGH: ""}),
     (arrows_run_one_way, {LOW: "def f():\n    from fastaccum.step import train_step", HIGH: ""}),
-    (arrows_run_one_way, {LOW: "if TYPE_CHECKING:\n    import fastaccum.step.train_step", HIGH: ""}),
+    (
+        arrows_run_one_way,
+        {LOW: "if TYPE_CHECKING:\n    import fastaccum.step.train_step", HIGH: ""},
+    ),
     (arrows_run_one_way, {LOW: "from ..step.train_step import TrainStep", HIGH: ""}),
     (arrows_run_one_way, {LOW: "importlib.import_module('fastaccum.step.train_step')", HIGH: ""}),
     (arrows_run_one_way, {LOW: "import fastaccum as fa", "fastaccum/__init__.py": ""}),
-    (arrows_run_one_way, {HIGH: "from fastaccum.checkpoint import store", "fastaccum/checkpoint/store.py": ""}),
-    (arrows_run_one_way, {"kernels/matmul.py": "from fastaccum import checks", "fastaccum/checks.py": ""}),
+    (
+        arrows_run_one_way,
+        {HIGH: "from fastaccum.checkpoint import store", "fastaccum/checkpoint/store.py": ""},
+    ),
+    (
+        arrows_run_one_way,
+        {"kernels/matmul.py": "from fastaccum import checks", "fastaccum/checks.py": ""},
+    ),
     (arrows_run_one_way, {"fastaccum/checks.py": "from fastaccum.adapters import models", LOW: ""}),
     (arrows_run_one_way, {"fastaccum/helpers.py": ""}),
-    (no_circles, {"kernels/a.py": "from fastaccum.kernels import b", "kernels/b.py": "import fastaccum.kernels.a"}),
+    (
+        no_circles,
+        {
+            "kernels/a.py": "from fastaccum.kernels import b",
+            "kernels/b.py": "import fastaccum.kernels.a",
+        },
+    ),
     (
         no_circles,
         {
@@ -354,23 +430,44 @@ BREAKS = [
     ),
     (few_modules_at_the_top, {f"fastaccum/m{i}.py": "" for i in range(TOP_LEVEL_MODULES + 1)}),
     (private_names_in_one_module, {LOW: "from tensorflow.python.eager import record"}),
-    (private_names_in_one_module, {HIGH: "def f():\n    from tensorflow.compiler.tf2xla.python import xla"}),
+    (
+        private_names_in_one_module,
+        {HIGH: "def f():\n    from tensorflow.compiler.tf2xla.python import xla"},
+    ),
     (private_names_in_one_module, {HIGH: "import keras\nkeras.src.backend.get_keras_mask(x)"}),
-    (private_names_in_one_module, {HIGH: "import tensorflow as tf\ntf.python.eager.record.stop_recording()"}),
+    (
+        private_names_in_one_module,
+        {HIGH: "import tensorflow as tf\ntf.python.eager.record.stop_recording()"},
+    ),
     (private_names_in_one_module, {HIGH: "importlib.import_module('tf_keras.src.engine')"}),
     (private_names_in_one_module, {LOW: "def f(layer):\n    return layer._losses"}),
     (private_names_in_one_module, {LOW: "def f(layer):\n    return getattr(layer, '_losses')"}),
-    (private_names_in_one_module, {LOW: "class L(Layer):\n    def f(self):\n        return self._losses"}),
-    (private_names_in_one_module, {LOW: "class C:\n    def f(self): self._x = 1", HIGH: "def f(c): return c._x"}),
+    (
+        private_names_in_one_module,
+        {LOW: "class L(Layer):\n    def f(self):\n        return self._losses"},
+    ),
+    (
+        private_names_in_one_module,
+        {LOW: "class C:\n    def f(self): self._x = 1", HIGH: "def f(c): return c._x"},
+    ),
     (private_names_in_one_module, {LOW: "def _kernel(layer):\n    return layer._kernel"}),
-    (private_names_in_one_module, {LOW: "def f(x): getattr(x, '_b')", HIGH: "class C:\n    def f(self): self._b = 1"}),
+    (
+        private_names_in_one_module,
+        {LOW: "def f(x): getattr(x, '_b')", HIGH: "class C:\n    def f(self): self._b = 1"},
+    ),
     (private_names_are_used, {KNOWS_PRIVATE: "losses = Attribute('_losses')", HIGH: ""}),
     (private_names_are_used, {KNOWS_PRIVATE: "PLACES: dict = {'record': Place(())}", HIGH: ""}),
     (public_functions_are_annotated, {HIGH: "def f(x) -> int: ..."}),
     (public_functions_are_annotated, {HIGH: "def f(x: int): ..."}),
-    (public_functions_are_annotated, {HIGH: "class C:\n    def f(self, *rest, key: int = 0) -> int: ..."}),
+    (
+        public_functions_are_annotated,
+        {HIGH: "class C:\n    def f(self, *rest, key: int = 0) -> int: ..."},
+    ),
     (public_functions_are_annotated, {HIGH: "class C:\n    def __init__(self, x): ..."}),
-    (bodies_are_short, {HIGH: "class C:\n    def f(self):\n" + "        x = 1\n" * (BODY_LINES + 1)}),
+    (
+        bodies_are_short,
+        {HIGH: "class C:\n    def f(self):\n" + "        x = 1\n" * (BODY_LINES + 1)},
+    ),
     (docstrings_open_with_a_verb_or_a_noun, {"fastaccum/new/m.py": '"""Whether it is."""'}),
     (docstrings_open_with_a_verb_or_a_noun, {"fastaccum/new/m.py": 'def f():\n    """Of both."""'}),
     (one_context_for_traces, {HIGH: "import contextvars\n_x = contextvars.ContextVar[int]('x')"}),
@@ -384,10 +481,14 @@ def test_rule_sees_what_breaks_it(rule, sources):
 
 KEEPS = {
     "fastaccum/__init__.py": "from fastaccum.trainer import Trainer",
-    "fastaccum/trainer.py": "from fastaccum import checks\nfrom fastaccum.step.train_step import TrainStep",
+    "fastaccum/trainer.py": (
+        "from fastaccum import checks\nfrom fastaccum.step.train_step import TrainStep"
+    ),
     "fastaccum/checks.py": "def f(x: int, *rest: int) -> int:\n    def inner(y): ...",
     HIGH: "import keras\nfrom .program import Program\nfrom fastaccum.adapters import models\nkeras.src_of_x",
-    "fastaccum/step/program.py": "from fastaccum.kernels import private\nprivate.losses(x)._replace()\nprivate.record",
+    "fastaccum/step/program.py": (
+        "from fastaccum.kernels import private\nprivate.losses(x)._replace()\nprivate.record"
+    ),
     KNOWS_PRIVATE: "from tensorflow.python.eager import record\n"
     "PLACES: dict = {'record': Place(())}\nlosses = Attribute('_losses')",
     LOW: "class C:\n    def __init__(self, x: int): ...\n    def _f(self, x): ...\n    def g(self) -> None:\n"

@@ -1,4 +1,6 @@
-"""The environment that `import fastaccum` sets for TensorFlow, and TensorFlow's log on standard error."""
+"""The environment that `import fastaccum` sets for TensorFlow, and TensorFlow's log on standard
+error.
+"""
 
 import os
 import platform
@@ -12,7 +14,9 @@ import fastaccum
 
 LEVEL, ONEDNN = "TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS"
 PRINT = f"import fastaccum, os; print(os.environ.get({LEVEL!r}), os.environ.get({ONEDNN!r}))"
-PRINT_USED = "from tensorflow.python.util import _pywrap_util_port as port; print(port.IsMklEnabled())"
+PRINT_USED = (
+    "from tensorflow.python.util import _pywrap_util_port as port; print(port.IsMklEnabled())"
+)
 XLA_ERROR = """
 import fastaccum as fa, tensorflow as tf
 print("imported", file=sys.stderr)
@@ -21,10 +25,19 @@ tf.function(tf.strings.length, jit_compile=True)(tf.constant("text"))
 
 
 def run(code, **environment):
-    path = os.pathsep.join(p for p in (os.path.dirname(fastaccum.__path__[0]), os.environ.get("PYTHONPATH")) if p)
-    environment = {k: v for k, v in os.environ.items() if k not in (LEVEL, ONEDNN)} | {"PYTHONPATH": path} | environment
+    path = os.pathsep.join(
+        p for p in (os.path.dirname(fastaccum.__path__[0]), os.environ.get("PYTHONPATH")) if p
+    )
+    environment = (
+        {k: v for k, v in os.environ.items() if k not in (LEVEL, ONEDNN)}
+        | {"PYTHONPATH": path}
+        | environment
+    )
     return subprocess.run(
-        [sys.executable, "-c", f"import sys\n{code}"], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", f"import sys\n{code}"],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
 
 
@@ -41,7 +54,9 @@ def test_nothing_is_set_once_tensorflow_is_imported():
 
 @pytest.mark.sample
 @pytest.mark.faults
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="TensorFlow's default is left as it is")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="TensorFlow's default is left as it is"
+)
 def test_onednn_is_on_unless_the_user_turned_it_off():
     assert run("import fastaccum\n" + PRINT_USED).stdout == "True\n"
     assert run("import fastaccum\n" + PRINT_USED, **{ONEDNN: "0"}).stdout == "False\n"

@@ -29,7 +29,8 @@ quick = settings(deadline=None, database=None, max_examples=8)
 seeds = st.integers(0, 2**32 - 1)
 
 
-# What a batch is: rows, tokens behind a Masking layer, tokens with labels to ignore, ids of which 0 is masked.
+# What a batch is: rows, tokens behind a Masking layer, tokens with labels to ignore, ids of which 0
+# is masked.
 
 
 def rows_model(K, features=3, hidden=4, outputs=2):
@@ -92,12 +93,19 @@ def ids_batch(rng, rows):
 
 
 def cross_entropy(**options):
-    return lambda K, reduction: K.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction, **options)
+    return lambda K, reduction: K.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction, **options
+    )
 
 
 # kind: (model, batch, loss of a Keras and a reduction, loss by hand)
 KINDS = {
-    "rows": (rows_model, rows_batch, lambda K, r: K.losses.MeanSquaredError(reduction=r), squared_error),
+    "rows": (
+        rows_model,
+        rows_batch,
+        lambda K, r: K.losses.MeanSquaredError(reduction=r),
+        squared_error,
+    ),
     "masked": (tokens_model, masked_batch, cross_entropy(), softmax_cross_entropy),
     "ignored": (tokens_model, ignored_batch, cross_entropy(ignore_class=-1), softmax_cross_entropy),
     "ids": (ids_model, ids_batch, cross_entropy(), softmax_cross_entropy),
@@ -106,7 +114,9 @@ KINDS = {
 
 @functools.cache
 def trainer_of(K, kind, reduction, accumulation, weighted, *sizes):
-    """One trainer for each compiled program, with XLA for one reduction; `weighted` only keys the cache."""
+    """One trainer for each compiled program, with XLA for one reduction; `weighted` only keys the
+    cache.
+    """
     model, _, loss, _ = KINDS[kind]
     return fa.Trainer(
         model(K, *sizes),
@@ -132,7 +142,9 @@ def batched(batch, sizes):
     ends = np.cumsum(sizes)
     spec = tuple(tf.TensorSpec([None, *a.shape[1:]], a.dtype) for a in batch)
     return tf.data.Dataset.from_generator(
-        lambda: (tuple(a[end - n : end] for a in batch) for n, end in zip(sizes, ends, strict=True)),
+        lambda: (
+            tuple(a[end - n : end] for a in batch) for n, end in zip(sizes, ends, strict=True)
+        ),
         output_signature=spec,
     )
 
@@ -142,7 +154,11 @@ CASES = [
     *(("keras", kind, reduction, True) for kind in KINDS for reduction in REDUCTIONS),
     *(("keras", kind, "sum_over_batch_size", False) for kind in KINDS),
     ("keras", "rows", "mean", True),
-    *(("tf_keras", kind, reduction, True) for kind in KINDS for reduction in ("sum_over_batch_size", "sum")),
+    *(
+        ("tf_keras", kind, reduction, True)
+        for kind in KINDS
+        for reduction in ("sum_over_batch_size", "sum")
+    ),
 ]
 
 
@@ -166,7 +182,9 @@ def test_a_step_is_that_of_the_full_batch(K, kind, reduction, weighted):
         weights = sample_weights(rng, valid.shape) if weighted else None
         batch = (x, y) if weights is None else (x, y, weights)
         if sizes[1] == batch_size:
-            history = trainer.fit(x, y, batch_size, sample_weight=weights, shuffle=False, verbose=0).history
+            history = trainer.fit(
+                x, y, batch_size, sample_weight=weights, shuffle=False, verbose=0
+            ).history
         else:
             history = trainer.fit(batched(batch, sizes), verbose=0).history
 
@@ -190,7 +208,9 @@ def test_a_step_is_that_of_the_full_batch(K, kind, reduction, weighted):
     [(1, 1, 1, 1, 1), (3, 4, 2, 1, 7), (2, 5, 3, 5, 2), (4, 2, 1, 2, 1)],
 )
 def test_of_any_shape(K, features, hidden, outputs, accumulation, batch_size):
-    trainer = trainer_of(K, "rows", "sum_over_batch_size", accumulation, False, features, hidden, outputs)
+    trainer = trainer_of(
+        K, "rows", "sum_over_batch_size", accumulation, False, features, hidden, outputs
+    )
 
     @quick
     @given(seed=seeds, tail=st.integers(1, batch_size))
@@ -202,7 +222,9 @@ def test_of_any_shape(K, features, hidden, outputs, accumulation, batch_size):
         rows = batch_size if accumulation == 1 else rows
         x, y, valid = rows_batch(rng, rows, features, outputs)
         trainer.fit(x, y, batch_size, shuffle=False, verbose=0)
-        _, gradients = two_layers(before, x, y, squared_error, coefficients("sum_over_batch_size", valid))
+        _, gradients = two_layers(
+            before, x, y, squared_error, coefficients("sum_over_batch_size", valid)
+        )
         assert_is_step(trainer.model.get_weights(), before, gradients)
 
     check()
@@ -216,7 +238,9 @@ def test_a_weight_per_row_holds_for_each_of_its_tokens():
     x, y, valid = masked_batch(rng, 10)
     weights = sample_weights(rng, 10)
     trainer.fit(x, y, 4, sample_weight=weights, shuffle=False, verbose=0)
-    factors = coefficients("mean_with_sample_weight", valid, np.repeat(weights[:, np.newaxis], TIME, 1))
+    factors = coefficients(
+        "mean_with_sample_weight", valid, np.repeat(weights[:, np.newaxis], TIME, 1)
+    )
     _, gradients = two_layers(before, x, y, softmax_cross_entropy, factors)
     assert_is_step(trainer.model.get_weights(), before, gradients)
 
@@ -232,7 +256,9 @@ class TestTheMeanOfMeans:
 
     def gradients(self, valid, rows=slice(None)):
         factors = coefficients("sum_over_batch_size", valid[rows])
-        return two_layers(self.before, self.x[rows], self.y[rows], softmax_cross_entropy, factors)[1]
+        return two_layers(self.before, self.x[rows], self.y[rows], softmax_cross_entropy, factors)[
+            1
+        ]
 
     def mean_of_means(self, valid):
         micro_batches = [self.gradients(valid, slice(i, i + 4)) for i in (0, 4, 8)]
@@ -251,7 +277,9 @@ class TestTheMeanOfMeans:
         model = tokens_model(keras)
         model.set_weights(self.before)
         optimizer = keras.optimizers.SGD(LEARNING_RATE, gradient_accumulation_steps=3)
-        model.compile(optimizer, cross_entropy()(keras, "mean"), run_eagerly=True, auto_scale_loss=False)
+        model.compile(
+            optimizer, cross_entropy()(keras, "mean"), run_eagerly=True, auto_scale_loss=False
+        )
         model.fit(self.x, self.y, batch_size=4, shuffle=False, verbose=0)
         assert_same(model.get_weights(), self.mean_of_means(self.valid), tolerance=1e-5)
         with pytest.raises(AssertionError):
@@ -261,7 +289,9 @@ class TestTheMeanOfMeans:
 # What a whole model adds: compared with Keras's own full-batch step.
 
 
-def same_as_keras(make_model, loss, x, y, sample_weight=None, *, rows, jit_compile=False, **compiled):
+def same_as_keras(
+    make_model, loss, x, y, sample_weight=None, *, rows, jit_compile=False, **compiled
+):
     """Trains twins over the same rows, and compares weights and the logs of the last step."""
     ours, theirs = make_model(), make_model()
     K, accumulation, batch_size = family(ours), 3, 4
@@ -275,10 +305,14 @@ def same_as_keras(make_model, loss, x, y, sample_weight=None, *, rows, jit_compi
         jit_compile=jit_compile,
         **compiled,
     )
-    history = trainer.fit(x, y, batch_size, sample_weight=sample_weight, shuffle=False, verbose=0).history
+    history = trainer.fit(
+        x, y, batch_size, sample_weight=sample_weight, shuffle=False, verbose=0
+    ).history
     step = accumulation * batch_size
     batch = (x, y) if sample_weight is None else (x, y, sample_weight)
-    batches = [tf.nest.map_structure(lambda a, i=i: a[i : i + step], batch) for i in range(0, rows, step)]
+    batches = [
+        tf.nest.map_structure(lambda a, i=i: a[i : i + step], batch) for i in range(0, rows, step)
+    ]
     logs = keras_steps(theirs, loss, batches, 0.1, **compiled)
     assert_same(ours.get_weights(), theirs.get_weights(), tolerance=5e-6)
     return history, logs
@@ -346,7 +380,9 @@ def test_losses_that_are_added_in_one_mode_only(K, mode):
         pytest.skip("tf_keras trains by the loss that its construction of the model left behind")
 
     def make_model():
-        return K.Sequential([K.Input((3,)), K.layers.Dense(4), in_one_mode(K, mode), K.layers.Dense(2)])
+        return K.Sequential(
+            [K.Input((3,)), K.layers.Dense(4), in_one_mode(K, mode), K.layers.Dense(2)]
+        )
 
     x, y, _ = rows_batch(np.random.default_rng(0), 10)
     same_as_keras(make_model, "mse", x, y, rows=10)
@@ -423,7 +459,9 @@ def test_batch_statistics_are_those_of_each_micro_batch(K):
     ours, theirs = make_model(), make_model()
     theirs.set_weights(ours.get_weights())
     x, y, _ = rows_batch(np.random.default_rng(5), 22)
-    trainer = fa.Trainer(ours, K.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=3, jit_compile=K is keras)
+    trainer = fa.Trainer(
+        ours, K.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=3, jit_compile=K is keras
+    )
     trainer.fit(x, y, 4, shuffle=False, verbose=0)
 
     for start in (0, 12):
@@ -431,11 +469,17 @@ def test_batch_statistics_are_those_of_each_micro_batch(K):
         with tf.GradientTape() as tape:
             total = tf.add_n(
                 [
-                    tf.reduce_sum(K.losses.mean_squared_error(y[i : i + 4], theirs(x[i : i + 4], training=True)))
+                    tf.reduce_sum(
+                        K.losses.mean_squared_error(
+                            y[i : i + 4], theirs(x[i : i + 4], training=True)
+                        )
+                    )
                     for i in rows
                 ]
             ) / len(x[start : start + 12])
-        gradients = tape.gradient(total, [v.value if K is keras else v for v in theirs.trainable_variables])
+        gradients = tape.gradient(
+            total, [v.value if K is keras else v for v in theirs.trainable_variables]
+        )
         for variable, gradient in zip(theirs.trainable_variables, gradients, strict=True):
             variable.assign_sub(0.1 * gradient)
     assert_same(ours.get_weights(), theirs.get_weights(), tolerance=2e-5)
@@ -458,13 +502,17 @@ def test_repeated_ids_of_an_embedding_add_up(K):
 def test_a_step_without_any_valid_token_changes_nothing(K):
     trainer = trainer_of(K, "ids", "sum_over_batch_size", 3, False)
     before = random_weights(trainer.model, np.random.default_rng(9))
-    history = trainer.fit(np.zeros((12, TIME), "int32"), np.zeros((12, TIME), "int32"), 4, verbose=0).history
+    history = trainer.fit(
+        np.zeros((12, TIME), "int32"), np.zeros((12, TIME), "int32"), 4, verbose=0
+    ).history
     assert history["loss"] == [0.0]
     for now, then in zip(trainer.model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(now, then)
 
 
-@pytest.mark.parametrize(("policy", "tolerance"), [("mixed_float16", 4e-3), ("mixed_bfloat16", 3e-2)])
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("mixed_float16", 4e-3), ("mixed_bfloat16", 3e-2)]
+)
 def test_low_precision_stays_near_the_float32_gradient(K, policy, tolerance):
     set_policy = K.config.set_dtype_policy if K is keras else K.mixed_precision.set_global_policy
     set_policy(policy)
@@ -476,10 +524,14 @@ def test_low_precision_stays_near_the_float32_gradient(K, policy, tolerance):
     before = random_weights(model, rng)
     x, y, valid = masked_batch(rng, 10)
     loss, options = cross_entropy()(K, "sum_over_batch_size"), {"gradient_accumulation_steps": 3}
-    trainer = fa.Trainer(model, K.optimizers.SGD(LEARNING_RATE), loss, jit_compile=K is keras, **options)
+    trainer = fa.Trainer(
+        model, K.optimizers.SGD(LEARNING_RATE), loss, jit_compile=K is keras, **options
+    )
     history = trainer.fit(x, y, 4, shuffle=False, verbose=0).history
     loss, gradients = two_layers(before, x, y, softmax_cross_entropy, coefficients("mean", valid))
     assert history["skipped_steps"] == [0]
     np.testing.assert_allclose(history["loss"], [loss], rtol=tolerance)
     for now, then, gradient in zip(model.get_weights(), before, gradients, strict=True):
-        np.testing.assert_allclose(then - now, gradient, rtol=0, atol=tolerance * np.abs(gradient).max())
+        np.testing.assert_allclose(
+            then - now, gradient, rtol=0, atol=tolerance * np.abs(gradient).max()
+        )

@@ -1,4 +1,6 @@
-"""What the step of a large GPT compiles to for an H200: weight gradients summed in float32 where they are computed."""
+"""What the step of a large GPT compiles to for an H200: weight gradients summed in float32 where
+they are computed.
+"""
 
 import collections
 import re
@@ -18,10 +20,14 @@ K, B = 4, 8  # 4,096 tokens a micro-batch: no width has this size
 
 
 def export_gpt(loss=None, form=None, **options):
-    """The step of a mixed_float16 GPT, and the shapes of its blocks' matrices, one for each layer."""
+    """The step of a mixed_float16 GPT, and the shapes of its blocks' matrices, one for each
+    layer.
+    """
     ids = np.zeros((K, B, CONTEXT), "int32")
     with h200.weightless():
-        model = fa.gpt(VOCABULARY, CONTEXT, WIDTH, LAYERS, heads=16, dtype="mixed_float16", **(form or {}))
+        model = fa.gpt(
+            VOCABULARY, CONTEXT, WIDTH, LAYERS, heads=16, dtype="mixed_float16", **(form or {})
+        )
         loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         trainer = fa.Trainer(model, keras.optimizers.AdamW(1e-4), loss, clip_norm=1.0, **options)
         exported = h200.export_step(trainer, (ids, ids))
@@ -43,7 +49,11 @@ def exported():
 
 
 # XLA would time both on a device, and take the faster for each matmul.
-@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.golden)], ids=["triton", "cublas"])
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.golden)],
+    ids=["triton", "cublas"],
+)
 def gpt(exported, request):
     step, kernels = exported
     return compile_gpt(step, xla_gpu_enable_triton_gemm=request.param), kernels
@@ -76,7 +86,9 @@ def attention_calls(program):
     calls = collections.Counter()
     for value in program.values:
         if value.opcode == "custom-call" and "__cudnn$fmha" in value.instruction.attributes:
-            calls[re.search(r'"__cudnn\$fmha(\w+)"', value.instruction.attributes)[1]] += value.times
+            calls[re.search(r'"__cudnn\$fmha(\w+)"', value.instruction.attributes)[1]] += (
+                value.times
+            )
     return calls
 
 
@@ -85,7 +97,9 @@ def test_attention_is_cudnns_on_tensors_as_they_lie_in_memory(gpt):
     assert attention_calls(program) == {"Softmax": K * LAYERS, "SoftmaxBackward": K * LAYERS}
     sizes = sorted((B, CONTEXT, 16, WIDTH // 16))
     assert any(sorted(value.shape) == sizes for value in program.values)
-    assert not [v for v in program.values if v.opcode in ("copy", "transpose") and sorted(v.shape) == sizes]
+    assert not [
+        v for v in program.values if v.opcode in ("copy", "transpose") and sorted(v.shape) == sizes
+    ]
 
 
 def test_the_loop_asks_the_host_nothing_and_copies_no_weights(gpt):
@@ -105,12 +119,16 @@ def test_weights_are_rounded_and_positions_turned_to_angles_before_the_loop(gpt)
 @pytest.mark.golden
 @pytest.mark.parametrize(("policy", "loops"), [("auto", 0), (["projection", "attention"], 2)])
 def test_the_form_of_the_large_presets_adds_in_place(policy, loops):
-    """A fusion for each layer reads its part of the accumulators and writes it, with a loop over the layers or without.
+    """A fusion for each layer reads its part of the accumulators and writes it, with a loop over
+    the layers or without.
 
-    Attention's output is kept: it is not computed again on the way back. Nothing fills a stack of what is
+    Attention's output is kept: it is not computed again on the way back. Nothing fills a stack of
+        what is
     kept before it is written.
     """
-    exported, kernels = export_gpt(fa.LinearCrossEntropy(), {"stacked": True, "tied": True, "policy": policy})
+    exported, kernels = export_gpt(
+        fa.LinearCrossEntropy(), {"stacked": True, "tied": True, "policy": policy}
+    )
     program = compile_gpt(exported)
     assert attention_calls(program) == {"Softmax": K * LAYERS, "SoftmaxBackward": K * LAYERS}
     found = list(program.weight_gradients(kernels))
@@ -119,9 +137,13 @@ def test_the_form_of_the_large_presets_adds_in_place(policy, loops):
     stacks = {(LAYERS, *shape) for shape in kernels}
     assert not program.copies_in_loops(stacks)
     in_loops = [value for value in program.values if value.times > 1]
-    of_accumulators = {value.opcode for value in in_loops if value.dtype == "f32" and value.shape in stacks}
+    of_accumulators = {
+        value.opcode for value in in_loops if value.dtype == "f32" and value.shape in stacks
+    }
     assert of_accumulators <= ALIASES | {"dynamic-update-slice"}
-    filled = [value.shape for value in in_loops if value.opcode == "broadcast" and value.dtype == "f16"]
+    filled = [
+        value.shape for value in in_loops if value.opcode == "broadcast" and value.dtype == "f16"
+    ]
     assert not [shape for shape in filled if shape[:1] == (LAYERS,)]
     assert program.count("while") == 1 + loops and not program.unknown_trip_counts
     assert not program.count("conditional", "infeed", "outfeed", "send", "recv")
@@ -134,13 +156,21 @@ def test_plain_autodiff_rounds_weight_gradients_to_float16():
     assert found and {(each.dtype, each.added) for each in found} == {("f16", "apart")}
 
 
-@pytest.mark.parametrize("flags", [{}, {"xla_gpu_deterministic_ops": True}], ids=["plain", "deterministic"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"xla_gpu_deterministic_ops": True}], ids=["plain", "deterministic"]
+)
 def test_deterministic_ops_sort_what_an_embeddings_gradient_adds(flags):
     """Then each row is added to once: without the flag, atomics add to it in any order."""
     ids, y = np.zeros((2, 8, 16), "int32"), np.zeros((2, 8, 1), "float32")
-    layers = [keras.layers.Embedding(500, 8), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+    layers = [
+        keras.layers.Embedding(500, 8),
+        keras.layers.GlobalAveragePooling1D(),
+        keras.layers.Dense(1),
+    ]
     model = keras.Sequential([keras.Input((16,), dtype="int32"), *layers])
-    text, _ = h200.compile_for_h200(h200.export_step(fa.Trainer(model, "sgd", "mse"), (ids, y)), **flags)
+    text, _ = h200.compile_for_h200(
+        h200.export_step(fa.Trainer(model, "sgd", "mse"), (ids, y)), **flags
+    )
     scatters = [line for line in text.splitlines() if " scatter(" in line]
     assert scatters and (" sort(" in text) == bool(flags)
     assert {"unique_indices=true" in line for line in scatters} == {bool(flags)}
@@ -199,11 +229,14 @@ body=%body, backend_config={{"known_trip_count":{{"n":"5"}},"dynamic_variables":
 }}
 """
 DOT = "ROOT %dot = {0} dot(%a, %b), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}"
-SPLIT = "ROOT %dot = {0} dot(%a, %b), lhs_batch_dims={{0}}, lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}"
+SPLIT = (
+    "ROOT %dot = {0} dot(%a, %b), lhs_batch_dims={{0}}, lhs_contracting_dims={{1}}, "
+    "rhs_contracting_dims={{1}}"
+)
 WIDENED = "%w = f32[8,16] convert(%p)\n  ROOT %sum.1 = f32[8,16] add(%acc.1, %w)"
 REDUCED = (
-    "%w = f32[4,8,16] convert(%p)\n  %zero = f32[] constant(0)\n"
-    "  %r = f32[8,16] reduce(%w, %zero), dimensions={0}, to_apply=%sum\n  ROOT %sum.1 = f32[8,16] add(%acc.1, %r)"
+    "%w = f32[4,8,16] convert(%p)\n  %zero = f32[] constant(0)\n  %r = f32[8,16] reduce(%w, "
+    "%zero), dimensions={0}, to_apply=%sum\n  ROOT %sum.1 = f32[8,16] add(%acc.1, %r)"
 )
 PLAIN = "ROOT %sum.1 = f32[8,16] add(%acc.1, %p)"
 TWO_KERNELS = (
@@ -226,7 +259,11 @@ NEVER_ADDED = "%new = f32[8,16]{1,0} fusion(%x.1, %dy), kind=kCustom, calls=%gem
 
 
 def loop(body, product="f32[8,16]", gemm=DOT, add=PLAIN):
-    return hlo.Program(LOOP.format(body=f"  {body}", product=product, gemm=f"  {gemm.format(product)}", add=f"  {add}"))
+    return hlo.Program(
+        LOOP.format(
+            body=f"  {body}", product=product, gemm=f"  {gemm.format(product)}", add=f"  {add}"
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,13 +275,23 @@ def loop(body, product="f32[8,16]", gemm=DOT, add=PLAIN):
         (loop(LIBRARY_APART), "f32", "apart"),
         (loop(TWO_KERNELS.format("f32[8,16]")), "f32", "apart"),
         (loop(TWO_KERNELS.format("f16[8,16]"), "f16[8,16]", DOT, WIDENED), "f16", "apart"),
-        (loop(TWO_KERNELS.format("f32[4,8,16]"), "f32[4,8,16]", SPLIT, REDUCED), "f32", "reduction"),
-        (loop(TWO_KERNELS.format("f16[4,8,16]"), "f16[4,8,16]", SPLIT, REDUCED), "f16", "reduction"),
+        (
+            loop(TWO_KERNELS.format("f32[4,8,16]"), "f32[4,8,16]", SPLIT, REDUCED),
+            "f32",
+            "reduction",
+        ),
+        (
+            loop(TWO_KERNELS.format("f16[4,8,16]"), "f16[4,8,16]", SPLIT, REDUCED),
+            "f16",
+            "reduction",
+        ),
         (loop(NEVER_ADDED), "f32", None),
     ],
 )
 def test_the_parser_sees_where_a_weight_gradient_is_added(program, dtype, added):
-    assert list(program.weight_gradients([(16, 8)])) == [hlo.WeightGradient((8, 16), "f16", dtype, added, times=5)]
+    assert list(program.weight_gradients([(16, 8)])) == [
+        hlo.WeightGradient((8, 16), "f16", dtype, added, times=5)
+    ]
 
 
 def test_the_parser_counts_loops_copies_and_conditionals():
@@ -252,7 +299,11 @@ def test_the_parser_counts_loops_copies_and_conditionals():
     program = loop(copied)
     assert [value.instruction.name for value in program.copies_in_loops([(8, 16)])] == ["copy"]
     assert not loop(ONE_KERNEL).copies_in_loops([(8, 16)])
-    assert (program.count("while"), program.count("conditional"), program.unknown_trip_counts) == (1, 0, 0)
+    assert (program.count("while"), program.count("conditional"), program.unknown_trip_counts) == (
+        1,
+        0,
+        0,
+    )
     text = LOOP.format(body=f"  {copied}", product="f32[]", gemm="", add="")
     unknown = text.replace("known_trip_count", "trip_count")
     assert hlo.Program(unknown).unknown_trip_counts == 1

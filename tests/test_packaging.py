@@ -1,4 +1,6 @@
-"""A plain and an editable install import `fastaccum.kernels`, from inside a checkout and outside it."""
+"""A plain and an editable install import `fastaccum.kernels`, from inside a checkout and outside
+it.
+"""
 
 import json
 import os
@@ -16,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "CITATION.cff")
 OUTER = sysconfig.get_path("purelib")
 
-# Asks the import system as `import` would, but runs no fastaccum/__init__.py and so waits for no TensorFlow.
+# Asks the import system as `import` would, but runs no fastaccum/__init__.py and so waits for no
+# TensorFlow.
 FIND = """
 import json, os, sys
 def find(name):
@@ -49,12 +52,26 @@ def checkout(folder, link=True):
 
 
 def install(folder, source, *flags):
-    """A new environment with nothing but fastaccum, built with this one's setuptools: no download."""
+    """A new environment with nothing but fastaccum, built with this one's setuptools: no
+    download.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+    ]
     run(*pip, "--no-build-isolation", "--ignore-installed", *flags, source, PYTHONPATH=OUTER)
-    return python, Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    return python, Path(
+        run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    )
 
 
 def run(*command, cwd=None, **env):
@@ -71,7 +88,9 @@ def found(python, *flags, cwd, **env):
 
 def linked_from(folder, pages):
     """The files of the repository that these pages link to and show."""
-    links = re.findall(r"\]\((?!\w+:)([^)#\s]+)", "".join((folder / page).read_text() for page in pages))
+    links = re.findall(
+        r"\]\((?!\w+:)([^)#\s]+)", "".join((folder / page).read_text() for page in pages)
+    )
     return {link.rstrip("/") for link in links}
 
 
@@ -85,7 +104,9 @@ def found_in(package, kernels, result):
 
 
 if not (ROOT / "src").is_dir():
-    pytest.skip("these install a checkout, and a source distribution is none", allow_module_level=True)
+    pytest.skip(
+        "these install a checkout, and a source distribution is none", allow_module_level=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +142,9 @@ def test_plain_install_outside_the_checkout(plain, base):
     assert result["kernels"] is None
     assert (package / "py.typed").is_file() and (package / "__init__.pyi").is_file()
     assert (site_packages.parents[2] / "bin" / "fastaccum").is_file()
-    assert sorted(p.name for p in site_packages.iterdir() if p.suffix != ".dist-info") == ["fastaccum"]
+    assert sorted(p.name for p in site_packages.iterdir() if p.suffix != ".dist-info") == [
+        "fastaccum"
+    ]
 
 
 @pytest.mark.faults
@@ -129,7 +152,8 @@ def test_plain_install_inside_the_checkout(plain):
     source, python, site_packages = plain
     result = found(python, cwd=source)
     assert found_in(source / "fastaccum", source / "kernels", result), result
-    # A program that leaves the working folder off sys.path, such as `pytest` here, gets the installed copy.
+    # A program that leaves the working folder off sys.path, such as `pytest` here, gets the
+    # installed copy.
     package = site_packages / "fastaccum"
     assert found_in(package, package / "kernels", found(python, "-I", cwd=source))
 
@@ -149,9 +173,13 @@ def test_editable_install_is_a_path_that_type_checkers_follow(base, editable):
     lines = [line for path in site_packages.glob("*.pth") for line in path.read_text().splitlines()]
     if (source / "src" / "fastaccum").is_dir():
         assert lines == [str(source / "src")]
-        assert [path.name for path in (source / "src").iterdir() if path.suffix != ".egg-info"] == ["fastaccum"]
+        assert [path.name for path in (source / "src").iterdir() if path.suffix != ".egg-info"] == [
+            "fastaccum"
+        ]
     else:
-        assert [line.split()[0] for line in lines] == ["import"], "without links, Python's import hook"
+        assert [line.split()[0] for line in lines] == ["import"], (
+            "without links, Python's import hook"
+        )
 
 
 @pytest.mark.faults
@@ -160,11 +188,16 @@ def test_links_of_the_description_work_on_a_package_index(plain):
     metadata = next(plain[2].glob("fastaccum-*.dist-info")) / "METADATA"
     _, _, text = metadata.read_text().partition("\n\n")
     headings = {
-        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall("^#+ (.*)", text, re.M)
+        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
+        for line in re.findall("^#+ (.*)", text, re.M)
     }
     links = re.findall(r"\]\(([^)]*)\)", text)
     assert "\n# fastaccum\n" in f"\n{text}" and "docs/memory.md" in text
-    assert not [link for link in links if not link.startswith("https://") and link.removeprefix("#") not in headings]
+    assert not [
+        link
+        for link in links
+        if not link.startswith("https://") and link.removeprefix("#") not in headings
+    ]
 
 
 @pytest.mark.faults
@@ -175,7 +208,10 @@ def test_type_checkers_see_the_installed_package(plain, editable, base):
     for _, python, _ in (plain, editable):
         mypy = ["mypy", "--ignore-missing-imports", "--python-executable", python, script]
         pyright = ["pyright", "--pythonpath", python, script]
-        for command, message in ((mypy, 'argument "batchsize" for "fit"'), (pyright, 'No parameter named "batchsize"')):
+        for command, message in (
+            (mypy, 'argument "batchsize" for "fit"'),
+            (pyright, 'No parameter named "batchsize"'),
+        ):
             command = [sys.executable, "-m", *map(str, command)]
             done = subprocess.run(command, cwd=base / "elsewhere", capture_output=True, text=True)
             assert message in done.stdout, done.stdout + done.stderr
@@ -192,10 +228,15 @@ def test_source_distribution(base, tmp_path):
     with tarfile.open(archive) as tar:
         held = {name.partition("/")[2] for name in tar.getnames()}
     assert linked_from(source, PAGES) <= held
-    assert {path.relative_to(source).as_posix() for path in (source / "tests").rglob("*.py")} <= held
+    assert {
+        path.relative_to(source).as_posix() for path in (source / "tests").rglob("*.py")
+    } <= held
     _, site_packages = install(tmp_path / "venv", archive)
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "fastaccum").rglob("*.py*")}
-    installed = {path.relative_to(site_packages).as_posix() for path in (site_packages / "fastaccum").rglob("*.py*")}
+    installed = {
+        path.relative_to(site_packages).as_posix()
+        for path in (site_packages / "fastaccum").rglob("*.py*")
+    }
     assert {name for name in modules if not name.endswith(".pyc")} <= installed
     assert (site_packages / "fastaccum" / "kernels" / "__init__.py").is_file()
 
@@ -211,19 +252,24 @@ def test_checkout_on_pythonpath_needs_no_install(base, tmp_path):
 def test_import_statements_run(plain, base):
     """The real imports, once: TensorFlow takes seconds."""
     _, python, site_packages = plain
-    # A line in a .pth file extends the path at its end: the outer environment's own fastaccum stays hidden.
+    # A line in a .pth file extends the path at its end: the outer environment's own fastaccum stays
+    # hidden.
     (site_packages / "outer.pth").write_text(OUTER)
     code = (
         "import importlib.metadata, fastaccum.kernels; from fastaccum import kernels\n"
         "print(kernels.__file__, fastaccum.__version__, importlib.metadata.version('fastaccum'))"
     )
-    file, *versions = run(python, "-c", code, cwd=base / "elsewhere", TF_CPP_MIN_LOG_LEVEL="2").split()
+    file, *versions = run(
+        python, "-c", code, cwd=base / "elsewhere", TF_CPP_MIN_LOG_LEVEL="2"
+    ).split()
     assert file == str(site_packages / "fastaccum" / "kernels" / "__init__.py")
     assert len(set(versions)) == 1, versions
 
 
 def test_ci_runs_the_commands_of_the_readme():
-    """Each block that makes an environment runs in a fresh clone; the tests again, with more packages."""
+    """Each block that makes an environment runs in a fresh clone; the tests again, with more
+    packages.
+    """
     readme = (ROOT / "README.md").read_text()
     script = (ROOT / ".ci" / "run").read_text()
     headings = []
@@ -234,7 +280,9 @@ def test_ci_runs_the_commands_of_the_readme():
     assert len(re.findall(r"(?m)^fresh_clone ", script)) == len(headings)
     (by_readme,) = re.findall(r"\"-m (not \(.*\))\"", (ROOT / "pyproject.toml").read_text())
     (chosen,) = re.findall(r'pytest -q --unpassed -m "(.*)"', script)
-    assert chosen == f"{by_readme} or sample", "all of README's tests that were skipped, and the sample"
+    assert chosen == f"{by_readme} or sample", (
+        "all of README's tests that were skipped, and the sample"
+    )
 
 
 def test_the_cpu_wheel_of_the_readme_is_of_the_tested_version():
@@ -243,7 +291,9 @@ def test_the_cpu_wheel_of_the_readme_is_of_the_tested_version():
 
 
 def test_ci_leaves_no_marked_test_out():
-    """What README's command leaves out is chosen by .ci/full, or is what the two say that they do not run."""
+    """What README's command leaves out is chosen by .ci/full, or is what the two say that they do
+    not run.
+    """
     full = (ROOT / ".ci" / "full").read_text()
     (by_readme,) = re.findall(r"\"-m not \((.*)\)\"", (ROOT / "pyproject.toml").read_text())
     chosen = set(re.findall(r"\w+", " ".join(re.findall(r"-m (\"[^\"]*\"|docs)", full))))
@@ -260,12 +310,16 @@ def test_constraints_are_names_and_versions():
 def test_public_names_are_the_same_whatever_was_imported_first():
     """A submodule named like a function would take its place in the package."""
     code = (
-        "import importlib, pkgutil, fastaccum\n"
-        "for module in pkgutil.iter_modules(fastaccum.__path__):\n"
-        "    if module.name not in ('__main__', 'addons'):\n"
-        "        importlib.import_module(f'fastaccum.{module.name}')\n"
-        "print(*(type(getattr(fastaccum, name)).__name__ for name in fastaccum.__all__ if name != 'addons'))\n"
+        "import importlib, pkgutil, fastaccum\nfor module in "
+        "pkgutil.iter_modules(fastaccum.__path__):\n    if module.name not in ('__main__', "
+        "'addons'):\n        "
+        "importlib.import_module(f'fastaccum.{module.name}')\nprint(*(type(getattr(fastaccum, "
+        "name)).__name__ for name in fastaccum.__all__ if name != 'addons'))\n"
     )
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert result.stdout.split().count("module") == 2, "of the public names, only checkpoint and kernels are modules"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
+    assert result.stdout.split().count("module") == 2, (
+        "of the public names, only checkpoint and kernels are modules"
+    )

@@ -1,4 +1,6 @@
-"""The usual hand-written accumulation loops, each as a scenario: `fit` learns what the recipe means."""
+"""The usual hand-written accumulation loops, each as a scenario: `fit` learns what the recipe
+means.
+"""
 
 import itertools
 
@@ -17,11 +19,16 @@ STEP = ACCUMULATION * BATCH_SIZE
 rng = np.random.default_rng(0)
 X = rng.normal(size=(ROWS, FEATURES)).astype("float32")
 LABELS = rng.integers(0, CLASSES, ROWS)
-WEIGHTS = [rng.normal(size=shape).astype("float32") for shape in [(FEATURES, 5), (5,), (5, CLASSES), (CLASSES,)]]
+WEIGHTS = [
+    rng.normal(size=shape).astype("float32")
+    for shape in [(FEATURES, 5), (5,), (5, CLASSES), (CLASSES,)]
+]
 
 
 def make_model(K):
-    model = K.Sequential([K.Input((FEATURES,)), K.layers.Dense(5, activation="tanh"), K.layers.Dense(CLASSES)])
+    model = K.Sequential(
+        [K.Input((FEATURES,)), K.layers.Dense(5, activation="tanh"), K.layers.Dense(CLASSES)]
+    )
     model.set_weights(WEIGHTS)
     return model
 
@@ -40,13 +47,17 @@ def tensors(model):
 
 
 def by_hand(K, optimizer, micro_batches, steps, compiled=False):
-    """The recipe itself, written right: sums of gradients over micro-batches, divided once by the rows."""
+    """The recipe itself, written right: sums of gradients over micro-batches, divided once by the
+    rows.
+    """
     model = make_model(K)
     optimizer.build(model.trainable_variables)
 
     def gradient(x, y):
         with tf.GradientTape() as tape:
-            losses = K.losses.sparse_categorical_crossentropy(y, model(x, training=True), from_logits=True)
+            losses = K.losses.sparse_categorical_crossentropy(
+                y, model(x, training=True), from_logits=True
+            )
             total = tf.reduce_sum(losses)
         return tape.gradient(total, tensors(model))
 
@@ -55,7 +66,9 @@ def by_hand(K, optimizer, micro_batches, steps, compiled=False):
         parts = [micro_batches[i] for i in step]
         rows = sum(len(x) for x, _ in parts)
         sums = [sum(g) for g in zip(*(gradient(x, y) for x, y in parts), strict=True)]
-        optimizer.apply_gradients(zip([g / rows for g in sums], model.trainable_variables, strict=True))
+        optimizer.apply_gradients(
+            zip([g / rows for g in sums], model.trainable_variables, strict=True)
+        )
     return model
 
 
@@ -107,10 +120,16 @@ def test_batches_of_varying_size(K, fresh):
 
 def test_a_custom_loop_around_train_step(K, fresh):
     """`for x, y in dataset: ...` with stacks in place of batches."""
-    stack = X[:STEP].reshape(ACCUMULATION, BATCH_SIZE, -1), LABELS[:STEP].reshape(ACCUMULATION, BATCH_SIZE)
+    stack = (
+        X[:STEP].reshape(ACCUMULATION, BATCH_SIZE, -1),
+        LABELS[:STEP].reshape(ACCUMULATION, BATCH_SIZE),
+    )
     losses = [float(fresh.train_step(stack).loss) for _ in range(3)]
     model = make_model(K)
-    expected = [keras_steps(model, cross_entropy(K), [(X[:STEP], LABELS[:STEP])], 0.5)["loss"] for _ in range(3)]
+    expected = [
+        keras_steps(model, cross_entropy(K), [(X[:STEP], LABELS[:STEP])], 0.5)["loss"]
+        for _ in range(3)
+    ]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert_same(fresh.model.get_weights(), model.get_weights(), 1e-5)
 
@@ -124,7 +143,10 @@ def test_inside_a_tf_function_with_any_variables():
         return tf.reduce_sum((tf.linalg.matvec(x, w) - y) ** 2), tf.cast(tf.size(y), tf.float32)
 
     step = fa.TrainStep(loss_fn, [w], keras.optimizers.SGD(0.1))
-    stacks = rng.normal(size=(4, 3, 2, 2)).astype("float32"), rng.normal(size=(4, 3, 2)).astype("float32")
+    stacks = (
+        rng.normal(size=(4, 3, 2, 2)).astype("float32"),
+        rng.normal(size=(4, 3, 2)).astype("float32"),
+    )
 
     @tf.function(jit_compile=True)
     def epoch(stacks):
@@ -163,20 +185,26 @@ def test_four_times_32_is_128(K):
 
 def test_one_hot_labels_mean_what_integers_mean(K, fresh):
     fresh.fit(X, LABELS, BATCH_SIZE, shuffle=False, verbose=0)
-    one_hot = make_trainer(K, K.optimizers.SGD(0.5), K.losses.CategoricalCrossentropy(from_logits=True))
+    one_hot = make_trainer(
+        K, K.optimizers.SGD(0.5), K.losses.CategoricalCrossentropy(from_logits=True)
+    )
     one_hot.fit(X, np.eye(CLASSES)[LABELS], BATCH_SIZE, shuffle=False, verbose=0)
     assert_same(fresh.model.get_weights(), one_hot.model.get_weights(), 1e-6)
 
 
 def test_dividing_by_the_accumulation_factor(K, fresh):
-    """The recipe `loss / factor`, which is right where all micro-batches are full and unweighted."""
+    """The recipe `loss / factor`, which is right where all micro-batches are full and
+    unweighted.
+    """
     model = make_model(K)
     total = None
     for x, y in micro_batches()[:ACCUMULATION]:
         with tf.GradientTape() as tape:
             loss = cross_entropy(K)(y, model(x, training=True)) / ACCUMULATION
         gradients = tape.gradient(loss, tensors(model))
-        total = gradients if total is None else [a + b for a, b in zip(total, gradients, strict=True)]
+        total = (
+            gradients if total is None else [a + b for a, b in zip(total, gradients, strict=True)]
+        )
     for variable, gradient in zip(model.trainable_variables, total, strict=True):
         variable.assign_sub(0.5 * gradient)
     fresh.fit(X[:STEP], LABELS[:STEP], BATCH_SIZE, shuffle=False, verbose=0)

@@ -1,4 +1,6 @@
-"""What a training leaves behind once nobody has it any more (nothing), and what it makes too much of."""
+"""What a training leaves behind once nobody has it any more (nothing), and what it makes too much
+of.
+"""
 
 import gc
 import time
@@ -21,13 +23,16 @@ def graphs():
 
 
 def collect():
-    # Twice: what the first round ends held graphs in TensorFlow's C++, where Python does not see them.
+    # Twice: what the first round ends held graphs in TensorFlow's C++, where Python does not see
+    # them.
     gc.collect()
     gc.collect()
 
 
 def assert_let_go(train):
-    """`train()` returns what must not outlive it, and leaves no graph; the first call warms up what is kept once."""
+    """`train()` returns what must not outlive it, and leaves no graph; the first call warms up what
+    is kept once.
+    """
     train()
     collect()
     before = graphs()
@@ -44,28 +49,48 @@ def assert_let_go(train):
 def held(trainer):
     """What a trainer holds, in a list that does not."""
     programs = [each for each in vars(trainer._step).values() if hasattr(each, "trace")]
-    return [trainer, trainer._step, *programs, trainer.model, *[v.value for v in trainer.model.variables]]
+    return [
+        trainer,
+        trainer._step,
+        *programs,
+        trainer.model,
+        *[v.value for v in trainer.model.variables],
+    ]
 
 
 def layers(kind):
     if kind == "LayerStack":
-        return [fa.kernels.LayerStack(lambda: keras.layers.Dense(4, "relu"), 2), keras.layers.Dense(1)]
+        return [
+            fa.kernels.LayerStack(lambda: keras.layers.Dense(4, "relu"), 2),
+            keras.layers.Dense(1),
+        ]
     dtype = "mixed_float16" if kind == "float16" else None
     return [keras.layers.Dense(4, "relu", dtype=dtype), keras.layers.Dense(1, dtype=dtype)]
 
 
 @pytest.mark.parametrize(
-    "kind", ["LayerStack", "fit with all", *(pytest.param(k, marks=pytest.mark.variant) for k in ("XLA", "float16"))]
+    "kind",
+    [
+        "LayerStack",
+        "fit with all",
+        *(pytest.param(k, marks=pytest.mark.variant) for k in ("XLA", "float16")),
+    ],
 )
 def test_a_trainer_is_let_go_with_model_programs_and_graphs(kind, tmp_path):
     paths = iter(range(9))
 
     def train():
         model = keras.Sequential([keras.Input((4,)), *layers(kind)])
-        trainer = fa.Trainer(model, "adamw", "mse", gradient_accumulation_steps=2, jit_compile=kind == "XLA")
+        trainer = fa.Trainer(
+            model, "adamw", "mse", gradient_accumulation_steps=2, jit_compile=kind == "XLA"
+        )
         more = {}
         if kind == "fit with all":
-            more = {"validation_data": (X, Y), "checkpoint_dir": tmp_path / str(next(paths)), "checkpoint_every": 1}
+            more = {
+                "validation_data": (X, Y),
+                "checkpoint_dir": tmp_path / str(next(paths)),
+                "checkpoint_every": 1,
+            }
         trainer.fit(X, Y, batch_size=4, verbose=0, **more)
         if more:
             trainer.evaluate(X, Y, verbose=0)
@@ -78,7 +103,9 @@ def test_a_trainer_is_let_go_with_model_programs_and_graphs(kind, tmp_path):
 def test_a_train_step_is_let_go():
     def train():
         w = tf.Variable(tf.zeros([4, 1]))
-        step = fa.TrainStep(lambda x: (tf.reduce_sum((x @ w) ** 2), 1.0), [w], "adamw", jit_compile=False)
+        step = fa.TrainStep(
+            lambda x: (tf.reduce_sum((x @ w) ** 2), 1.0), [w], "adamw", jit_compile=False
+        )
         step(X.reshape(2, 12, 4))
         return [step, step.optimizer, w]
 
@@ -86,7 +113,9 @@ def test_a_train_step_is_let_go():
 
 
 class Scaled(keras.layers.Layer):
-    """A layer with a custom gradient in a `tf.function` of its own, which lives on from one trainer to the next."""
+    """A layer with a custom gradient in a `tf.function` of its own, which lives on from one trainer
+    to the next.
+    """
 
     @tf.function(autograph=False)
     def halved(self, x):
@@ -102,7 +131,11 @@ class Scaled(keras.layers.Layer):
 
 def test_custom_gradients_of_a_function_that_lives_on_are_kept():
     model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"), Scaled()]
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(1, use_bias=False, kernel_initializer="ones"),
+            Scaled(),
+        ]
     )
     start = model.get_weights()
     x, y = X.reshape(1, 24, 4), np.zeros((1, 24, 1), "float32")
@@ -121,7 +154,9 @@ def test_custom_gradients_of_a_function_that_lives_on_are_kept():
 
 def test_a_kernels_own_gradient_lets_its_graph_go():
     def trace():
-        attend = tf.function(lambda q: tf.gradients(fa.kernels.attention(q, q, q, block_size=4), q), autograph=False)
+        attend = tf.function(
+            lambda q: tf.gradients(fa.kernels.attention(q, q, q, block_size=4), q), autograph=False
+        )
         concrete = attend.get_concrete_function(tf.TensorSpec([1, 8, 2, 4]))
         return [concrete, concrete.graph]
 

@@ -32,7 +32,9 @@ def resident():
 
 
 def given_back():
-    """Has the C library give free pages back: what it keeps for later goes up and down by megabytes by itself."""
+    """Has the C library give free pages back: what it keeps for later goes up and down by megabytes
+    by itself.
+    """
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -42,8 +44,11 @@ def counts(trainer):
     """What must not grow from one epoch to the next."""
     objects = gc.get_objects()
     return {
-        "traces": sum(p.function.experimental_get_tracing_count() for p in trainer._step.programs.values()),
-        "programs": len(trainer._step.compiled_execute._calls) + len(trainer._step.compiled_evaluate._calls),
+        "traces": sum(
+            p.function.experimental_get_tracing_count() for p in trainer._step.programs.values()
+        ),
+        "programs": len(trainer._step.compiled_execute._calls)
+        + len(trainer._step.compiled_evaluate._calls),
         "graphs": sum(isinstance(each, tf.Graph) for each in objects),
         "functions": sum(isinstance(each, types.FunctionType) for each in objects),
         "tensors": sum(isinstance(each, tf.Tensor) for each in objects),
@@ -54,7 +59,9 @@ def counts(trainer):
 
 
 class Everything(keras.callbacks.Callback):
-    """Looks at the logs of every tenth step, as loggers do, and keeps those of the last as they came."""
+    """Looks at the logs of every tenth step, as loggers do, and keeps those of the last as they
+    came.
+    """
 
     def on_train_batch_end(self, batch, logs=None):
         self.last = logs
@@ -72,17 +79,23 @@ def data():
 
 
 def make_trainer(**options):
-    layers = [keras.layers.Dense(32, "relu"), keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)]
+    layers = [
+        keras.layers.Dense(32, "relu"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.1),
+    ]
     model = keras.Sequential([keras.Input((16,)), *layers, keras.layers.Dense(1)])
-    return fa.Trainer(model, "adamw", "mse", ["mae"], gradient_accumulation_steps=K, clip_norm=1.0, **options)
+    return fa.Trainer(
+        model, "adamw", "mse", ["mae"], gradient_accumulation_steps=K, clip_norm=1.0, **options
+    )
 
 
 def soak(steps, folder):
-    """Trains by turns on arrays and on tf.data, in fits of five epochs, and measures after each fit.
+    """Trains by turns on arrays and on tf.data, in fits of five epochs, and measures after each
+    fit.
 
-    Returns:
-        Arrays of steps and of resident bytes [rounds, 2], before and after free pages were given back; and the counts
-        after the first and the last round.
+    Returns: Arrays of steps and of resident bytes [rounds, 2], before and after free pages were
+        given back; and the counts after the first and the last round.
     """
     trainer, (x, y) = make_trainer(), data()
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(256, seed=0).batch(B)
@@ -94,13 +107,20 @@ def soak(steps, folder):
             callbacks = [
                 Everything(),
                 keras.callbacks.EarlyStopping("val_loss", patience=10**6),
-                # No ModelCheckpoint: Keras's HDF5 files cost tens of KB of memory each, in its own `fit` too.
+                # No ModelCheckpoint: Keras's HDF5 files cost tens of KB of memory each, in its own
+                # `fit` too.
                 keras.callbacks.ReduceLROnPlateau("val_loss", patience=10**6),
                 keras.callbacks.CSVLogger(str(folder / "log.csv")),
             ]
-            with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            with (
+                warnings.catch_warnings(),
+                open(os.devnull, "w") as nowhere,
+                contextlib.redirect_stdout(nowhere),
+            ):
                 warnings.simplefilter("ignore", UserWarning)
-                history = trainer.fit(**feed, epochs=5, verbose=2, callbacks=callbacks, validation_data=validation)
+                history = trainer.fit(
+                    **feed, epochs=5, verbose=2, callbacks=callbacks, validation_data=validation
+                )
             assert sum(history.history["skipped_steps"]) >= 5
         done.append((done[-1] if done else 0) + len(feeds) * 5 * STEPS)
         del history, callbacks
@@ -133,8 +153,14 @@ def test_memory_is_flat_over_ten_thousand_steps(tmp_path, capsys):
     (raw, slope), _ = np.polyfit(done[warm], memory[warm], 1)
     growth = slope * 10_000 / 2**20
     with capsys.disabled():
-        print(f"\n{slope:.1f} bytes a step, {growth:+.2f} MiB in 10,000 steps (with free pages kept {raw:.1f} bytes)")
-        print("MiB after", dict(zip(done.tolist(), (memory[:, 1] / 2**20).round(1).tolist(), strict=True)))
+        print(
+            f"\n{slope:.1f} bytes a step, {growth:+.2f} MiB in 10,000 steps (with free pages "
+            f"kept {raw:.1f} bytes)"
+        )
+        print(
+            "MiB after",
+            dict(zip(done.tolist(), (memory[:, 1] / 2**20).round(1).tolist(), strict=True)),
+        )
         print("counts", {name: (first[name], last[name]) for name in first})
     assert_nothing_piles_up(first, last, done[-1] - done[0])
     assert growth < 5.0
@@ -142,12 +168,18 @@ def test_memory_is_flat_over_ten_thousand_steps(tmp_path, capsys):
 
 @pytest.mark.soak
 def test_a_new_model_costs_no_more_than_in_keras(capsys):
-    """XLA's programs are never freed; all else is. Side by side, so that both have the same machine."""
+    """XLA's programs are never freed; all else is. Side by side, so that both have the same
+    machine.
+    """
     script = pathlib.Path(__file__).parent / "helpers" / "many_models.py"
     runs = [
-        subprocess.Popen([sys.executable, script, kind, "100"], stdout=subprocess.PIPE) for kind in ("ours", "keras")
+        subprocess.Popen([sys.executable, script, kind, "100"], stdout=subprocess.PIPE)
+        for kind in ("ours", "keras")
     ]
     ours, of_keras = (float(run.communicate(timeout=3600)[0].split()[-1]) / 2**20 for run in runs)
     with capsys.disabled():
-        print(f"\nMiB a model: {ours:.2f}, in Keras's own jitted fit {of_keras:.2f}, ratio {ours / of_keras:.3f}")
+        print(
+            f"\nMiB a model: {ours:.2f}, in Keras's own jitted fit {of_keras:.2f}, ratio "
+            f"{ours / of_keras:.3f}"
+        )
     assert ours <= of_keras

@@ -1,4 +1,6 @@
-"""`Trainer.fit`, `evaluate` and `predict` behave as Keras's, with train steps where Keras has batches."""
+"""`Trainer.fit`, `evaluate` and `predict` behave as Keras's, with train steps where Keras has
+batches.
+"""
 
 import inspect
 import itertools
@@ -67,7 +69,9 @@ def traces(trainer):
 
 def trainer_of(K, **options):
     optimizer = K.optimizers.SGD(0.05, momentum=0.9)
-    return fa.Trainer(regressor(K), optimizer, "mse", ["mae"], gradient_accumulation_steps=ACCUMULATION, **options)
+    return fa.Trainer(
+        regressor(K), optimizer, "mse", ["mae"], gradient_accumulation_steps=ACCUMULATION, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +145,14 @@ def test_a_second_fit_continues(K, trainer):
 
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("steps_per_epoch", [1, 3, 6])
-def test_steps_per_epoch_counts_train_steps_and_goes_on_where_it_stopped(K, trainer, steps_per_epoch):
+def test_steps_per_epoch_counts_train_steps_and_goes_on_where_it_stopped(
+    K, trainer, steps_per_epoch
+):
     """As in Keras, whose batches are whole steps here: an epoch does not go beyond the data."""
     if K is not keras and steps_per_epoch != 1:
-        pytest.skip("tf_keras begins the rows again in mid-epoch, Keras 3 ends the epoch, as a Trainer does")
+        pytest.skip(
+            "tf_keras begins the rows again in mid-epoch, Keras 3 ends the epoch, as a Trainer does"
+        )
     model = regressor(K)
     model.compile(K.optimizers.SGD(0.05, momentum=0.9), "mse", metrics=["mae"], run_eagerly=True)
     options = {"epochs": 3, "verbose": 0, "shuffle": False, "steps_per_epoch": steps_per_epoch}
@@ -169,16 +177,23 @@ def test_epochs_and_steps_are_limited_as_keras_config_says(trainer):
     assert updates(trainer) == 2
     limited = [str(w.message).partition(",")[0] for w in said if "Limiting" in str(w.message)]
     assert limited == [
-        f"Limiting {name}" for name in ("epochs to 2", "steps_per_epoch to 1", "steps to 1", "steps to 1")
+        f"Limiting {name}"
+        for name in ("epochs to 2", "steps_per_epoch to 1", "steps to 1", "steps to 1")
     ]
     assert (
-        history.history["val_loss"][-1] == loss == pytest.approx(trainer.evaluate(X[:BATCH], Y[:BATCH], verbose=0)[0])
+        history.history["val_loss"][-1]
+        == loss
+        == pytest.approx(trainer.evaluate(X[:BATCH], Y[:BATCH], verbose=0)[0])
     )
 
 
-@pytest.mark.parametrize(("steps_per_execution", "numbers"), [(1, [0, 2, 3, 5, 6, 8, 9, 11]), (2, [0, 5, 6, 11])])
+@pytest.mark.parametrize(
+    ("steps_per_execution", "numbers"), [(1, [0, 2, 3, 5, 6, 8, 9, 11]), (2, [0, 5, 6, 11])]
+)
 def test_evaluate_numbers_batches(K, trainer, steps_per_execution, numbers):
-    """11 batches in dispatches of 3 or 6: the first of each and, as in Keras, the last if it is full."""
+    """11 batches in dispatches of 3 or 6: the first of each and, as in Keras, the last if it is
+    full.
+    """
     seen = []
     watch = K.callbacks.LambdaCallback()
     watch.on_test_batch_begin = watch.on_test_batch_end = lambda batch, logs: seen.append(batch)
@@ -214,8 +229,12 @@ def test_validation_leaves_training_alone(K, trainer):
 @pytest.mark.parametrize("freq, epochs", [(2, [1, 3]), ([1, 4], [0, 3]), (3, [2])])
 def test_validation_freq_picks_epochs(K, trainer, freq, epochs):
     seen = []
-    watch = K.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: "val_loss" in logs and seen.append(epoch))
-    history = fit(trainer, epochs=4, validation_data=(X[:8], Y[:8]), validation_freq=freq, callbacks=[watch])
+    watch = K.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: "val_loss" in logs and seen.append(epoch)
+    )
+    history = fit(
+        trainer, epochs=4, validation_data=(X[:8], Y[:8]), validation_freq=freq, callbacks=[watch]
+    )
     assert seen == epochs
     assert len(history.history["val_loss"]) == len(epochs)
 
@@ -254,7 +273,11 @@ def test_shuffling_follows_the_global_seed(K, trainer):
 
 @pytest.mark.parametrize(
     "verbose, shown",
-    [(0, "^$"), (1, r"Epoch 1/2\n(.|\n)*4/4.*loss: (.|\n)*Epoch 2/2"), (2, r"Epoch 1/2\n4/4 - .*loss: .*val_mae: ")],
+    [
+        (0, "^$"),
+        (1, r"Epoch 1/2\n(.|\n)*4/4.*loss: (.|\n)*Epoch 2/2"),
+        (2, r"Epoch 1/2\n4/4 - .*loss: .*val_mae: "),
+    ],
 )
 def test_verbose(trainer, capsys, verbose, shown):
     fit(trainer, epochs=2, verbose=verbose, validation_data=(X[:8], Y[:8]))
@@ -280,7 +303,9 @@ def classifying(K):
 
 
 @pytest.mark.parametrize("labels", [LABELS, LABELS[:, None]], ids=["[rows]", "[rows, 1]"])
-@pytest.mark.parametrize("weight", [None, np.linspace(0.5, 2.0, ROWS).astype("float32")], ids=["alone", "weighted"])
+@pytest.mark.parametrize(
+    "weight", [None, np.linspace(0.5, 2.0, ROWS).astype("float32")], ids=["alone", "weighted"]
+)
 def test_class_weight_multiplies_the_sample_weight(K, classifying, labels, weight):
     factors = {0: 0.5, 2: 3.0}  # class 1 keeps a factor of 1
     per_row = np.array([0.5, 1.0, 3.0])[LABELS] * (1.0 if weight is None else weight)
@@ -296,7 +321,9 @@ def test_class_weight_of_tokens_counts_from_the_first_fit(K):
     model = K.Sequential([K.Input((5, 2)), K.layers.Dense(3)])
     start = model.get_weights()
     x, y = RNG.normal(size=(6, 5, 2)).astype("float32"), RNG.integers(0, 3, size=(6, 5))
-    trainer = fa.Trainer(model, K.optimizers.SGD(0.01), "sparse_categorical_crossentropy", jit_compile=False)
+    trainer = fa.Trainer(
+        model, K.optimizers.SGD(0.01), "sparse_categorical_crossentropy", jit_compile=False
+    )
     trainer.fit(x, y, class_weight={0: 5.0, 1: 0.25}, verbose=0)
     by_class = model.get_weights()
     model.set_weights(start)
@@ -310,10 +337,14 @@ def test_class_weight_of_tokens_counts_from_the_first_fit(K):
 TOKENS = RNG.integers(0, 3, size=(ROWS, 2))
 
 
-@pytest.mark.parametrize("loss", [lambda loss: [loss], lambda loss: {"head": loss}], ids=["list", "dict"])
+@pytest.mark.parametrize(
+    "loss", [lambda loss: [loss], lambda loss: {"head": loss}], ids=["list", "dict"]
+)
 @pytest.mark.parametrize("nest", [lambda y: y, lambda y: [y]], ids=["y", "[y]"])
 def test_class_weight_of_tokens_whatever_nest_the_loss_is_in(K, loss, nest):
-    """As Keras trains by the weights of the tokens; its own class_weight takes the class of the larger index."""
+    """As Keras trains by the weights of the tokens; its own class_weight takes the class of the
+    larger index.
+    """
 
     def tagger():
         K.utils.set_random_seed(1)
@@ -326,13 +357,17 @@ def test_class_weight_of_tokens_whatever_nest_the_loss_is_in(K, loss, nest):
     trainer.fit(X, nest(TOKENS), batch_size=BATCH, class_weight=class_weight, verbose=0)
     full = tagger()
     full.compile("sgd", cross_entropy(K), run_eagerly=True)
-    full.train_on_batch(X, TOKENS, sample_weight=np.vectorize(class_weight.get)(TOKENS).astype("float32"))
+    full.train_on_batch(
+        X, TOKENS, sample_weight=np.vectorize(class_weight.get)(TOKENS).astype("float32")
+    )
     assert_close(trainer.model.get_weights(), full.get_weights())
 
 
 def test_class_weight_of_labels_that_may_be_either_asks_for_the_loss_by_name():
     trainer = fa.Trainer(classifier(), "sgd", "crossentropy", jit_compile=False)
-    with pytest.raises(ValueError, match=r"y of shape \(44, 2\) holds class indices: name the loss"):
+    with pytest.raises(
+        ValueError, match=r"y of shape \(44, 2\) holds class indices: name the loss"
+    ):
         trainer.fit(X, TOKENS, class_weight={0: 2.0}, verbose=0)
 
 
@@ -360,7 +395,9 @@ def test_evaluate_is_exact_over_unequal_batches(trainer):
 
 def test_evaluate_steps_count_batches(trainer):
     ours = trainer.evaluate(X, Y, batch_size=BATCH, steps=3, verbose=0)
-    np.testing.assert_allclose(ours, trainer.evaluate(X[:12], Y[:12], batch_size=BATCH, verbose=0), rtol=1e-6)
+    np.testing.assert_allclose(
+        ours, trainer.evaluate(X[:12], Y[:12], batch_size=BATCH, verbose=0), rtol=1e-6
+    )
 
 
 def test_evaluate_moves_nothing(trainer):
@@ -371,7 +408,9 @@ def test_evaluate_moves_nothing(trainer):
 
 def test_evaluate_shows_running_values(K, trainer, capsys):
     seen = []
-    watch = K.callbacks.LambdaCallback(on_test_batch_end=lambda batch, logs: seen.append(dict(logs)))
+    watch = K.callbacks.LambdaCallback(
+        on_test_batch_end=lambda batch, logs: seen.append(dict(logs))
+    )
     result = trainer.evaluate(X, Y, batch_size=BATCH, steps=2, callbacks=[watch])
     assert seen[1] == dict(zip(("loss", "mae"), result, strict=True))
     assert seen[0]["mae"] == pytest.approx(trainer.evaluate(X[:BATCH], Y[:BATCH], verbose=0)[1])
@@ -382,7 +421,9 @@ def test_evaluate_shows_running_values(K, trainer, capsys):
 def test_evaluate_without_metrics_is_a_number(classifying):
     ours = classifying.evaluate(X, LABELS, batch_size=11, verbose=0)
     assert isinstance(ours, float)
-    assert ours == pytest.approx(classifying.model.evaluate(X, LABELS, batch_size=11, verbose=0), rel=1e-5)
+    assert ours == pytest.approx(
+        classifying.model.evaluate(X, LABELS, batch_size=11, verbose=0), rel=1e-5
+    )
 
 
 def test_several_outputs_are_listed_as_keras_lists_them(K):
@@ -405,7 +446,9 @@ def test_predict_is_the_models_own(trainer):
     predicted = trainer.predict(X, batch_size=5, verbose=0)
     assert isinstance(predicted, np.ndarray)
     assert_equal([predicted], [trainer.model.predict(X, batch_size=5, verbose=0)])
-    assert trainer.predict(tf.data.Dataset.from_tensor_slices(X).batch(4), steps=2, verbose=0).shape == (8, 1)
+    assert trainer.predict(
+        tf.data.Dataset.from_tensor_slices(X).batch(4), steps=2, verbose=0
+    ).shape == (8, 1)
 
 
 # Programs
@@ -432,7 +475,9 @@ def test_one_trace_for_a_tail_varying_batches_and_a_learning_rate_callback(K):
 def test_two_traces_with_batch_statistics(K):
     model, options = classifier(K.layers.BatchNormalization(), K=K), {"jit_compile": K is keras}
     adam = K.optimizers.Adam()
-    trainer = fa.Trainer(model, adam, cross_entropy(K), gradient_accumulation_steps=ACCUMULATION, **options)
+    trainer = fa.Trainer(
+        model, adam, cross_entropy(K), gradient_accumulation_steps=ACCUMULATION, **options
+    )
     fit(trainer, X, LABELS, epochs=2)  # 44 rows: three steps of 12 and one of 8
     assert traces(trainer) == 2
     assert updates(trainer) == 2 * STEPS
@@ -447,7 +492,8 @@ def test_steps_per_execution_changes_no_weight(K, trainer, steps_per_execution):
     watch = K.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(batch))
     history = fit(many, epochs=2, callbacks=[watch])
     assert updates(many) == 2 * STEPS
-    ends = {3: [2, 5], 8: [7]}[steps_per_execution]  # what a full dispatch would end with, as in Keras
+    # what a full dispatch would end with, as in Keras
+    ends = {3: [2, 5], 8: [7]}[steps_per_execution]
     assert seen == 2 * ends
     assert_close(many.model.get_weights(), trainer.model.get_weights(), rtol=1e-6)
     for log in ("loss", "grad_norm"):
@@ -464,7 +510,9 @@ def test_without_xla_the_results_are_the_same(K, trainer):
 
 
 def test_no_result_is_read_before_the_next_step_is_dispatched(K, trainer, monkeypatch, tmp_path):
-    """Every way from an eager tensor to a number goes through `_numpy`: watch it, and the dispatches."""
+    """Every way from an eager tensor to a number goes through `_numpy`: watch it, and the
+    dispatches.
+    """
     epochs, origin, events = 2, {}, []
     step, base = trainer._step, type(tf.constant(0)).__mro__[1]
     dispatch, numpy = step.compiled_execute, base._numpy
@@ -473,7 +521,8 @@ def test_no_result_is_read_before_the_next_step_is_dispatched(K, trainer, monkey
         executed = dispatch(*stacks)
         events.append("dispatch")
         for tensor in tf.nest.flatten(executed):
-            origin[id(tensor)] = events.count("dispatch"), tensor  # held, so that no id is used twice
+            # held, so that no id is used twice
+            origin[id(tensor)] = events.count("dispatch"), tensor
         return executed
 
     def reading(tensor):
@@ -500,9 +549,12 @@ def test_no_result_is_read_before_the_next_step_is_dispatched(K, trainer, monkey
             dispatched += 1
             continue
         read.add(event)
-        assert event < dispatched or event % STEPS == 0, f"step {event} was waited for before the next"
+        assert event < dispatched or event % STEPS == 0, (
+            f"step {event} was waited for before the next"
+        )
     assert dispatched == epochs * STEPS
-    assert read == set(range(1, dispatched + 1))  # none goes unread: each may hold a label out of range
+    # none goes unread: each may hold a label out of range
+    assert read == set(range(1, dispatched + 1))
 
 
 def test_the_watch_above_sees_a_callback_that_reads(trainer, monkeypatch):
@@ -528,7 +580,11 @@ def policy(K):
 def test_mixed_float16_counts_the_steps_that_it_skips(K, policy):
     policy("mixed_float16")
     loss_scale = fa.DynamicLossScale(init_scale=2.0**24, backoff_factor=2.0**-10)
-    options = {"gradient_accumulation_steps": ACCUMULATION, "loss_scale": loss_scale, "jit_compile": K is keras}
+    options = {
+        "gradient_accumulation_steps": ACCUMULATION,
+        "loss_scale": loss_scale,
+        "jit_compile": K is keras,
+    }
     trainer = fa.Trainer(classifier(K=K), K.optimizers.Adam(), cross_entropy(K), **options)
     history = fit(trainer, X, LABELS, epochs=2)
     assert history.history["skipped_steps"] == [1, 0]  # counted anew in every epoch
@@ -552,7 +608,10 @@ def test_a_saved_model_loads_and_predicts_the_same(K, trainer, tmp_path):
     trainer.model.save(tmp_path / "model.keras")
     loaded = K.models.load_model(tmp_path / "model.keras")
     assert_equal([loaded.predict(X, verbose=0)], [trainer.predict(X, verbose=0)])
-    assert_equal([v.numpy() for v in loaded.optimizer.variables], [v.numpy() for v in trainer.optimizer.variables])
+    assert_equal(
+        [v.numpy() for v in loaded.optimizer.variables],
+        [v.numpy() for v in trainer.optimizer.variables],
+    )
     # The loaded model goes on as the first one does.
     options = {"gradient_accumulation_steps": ACCUMULATION, "jit_compile": K is keras}
     again = fa.Trainer(loaded, loaded.optimizer, "mse", ["mae"], **options)
@@ -564,13 +623,17 @@ def test_a_saved_model_loads_and_predicts_the_same(K, trainer, tmp_path):
 def test_averaged_weights_are_in_the_model_at_the_end(K):
     model = regressor(K)
     optimizer = K.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9)
-    trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
+    trainer = fa.Trainer(
+        model, optimizer, "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False
+    )
     own = regressor(K)
     own.compile(K.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.9), "mse", run_eagerly=True)
     own.fit(X, Y, batch_size=ACCUMULATION * BATCH, shuffle=False, verbose=0)
     fit(trainer)
     assert_close(model.get_weights(), own.get_weights())
-    assert_equal(model.get_weights(), [v.numpy() for v in optimizer._model_variables_moving_average])
+    assert_equal(
+        model.get_weights(), [v.numpy() for v in optimizer._model_variables_moving_average]
+    )
 
 
 def test_a_fit_without_a_step_overwrites_nothing_with_averages(K):
@@ -585,12 +648,16 @@ def test_a_fit_without_a_step_overwrites_nothing_with_averages(K):
 STACK = X[:16].reshape(2, 8, -1), Y[:16].reshape(2, 8)
 
 
-@pytest.mark.parametrize("convert", [np.asarray, tf.constant, tf.Variable], ids=["array", "tensor", "variable"])
+@pytest.mark.parametrize(
+    "convert", [np.asarray, tf.constant, tf.Variable], ids=["array", "tensor", "variable"]
+)
 class TestAStackLikeOneBefore:
     def test_is_checked_once(self, trainer, convert, monkeypatch):
         stack, checked, check = tuple(map(convert, STACK)), [], trainer._builder.get_or_build
         trainer.train_step(stack)
-        monkeypatch.setattr(trainer._builder, "get_or_build", lambda *args: checked.append(args) or check(*args))
+        monkeypatch.setattr(
+            trainer._builder, "get_or_build", lambda *args: checked.append(args) or check(*args)
+        )
         trainer.train_step(stack)
         trainer.train_step(list(stack))
         trainer.train_step((*stack, None))
@@ -609,7 +676,9 @@ class TestAStackLikeOneBefore:
         assert losses[0] == losses[1]
 
     def test_is_read_once(self, trainer, convert, monkeypatch):
-        """Reading takes longer than the arithmetic of a small model: one flag says that there is nothing to say."""
+        """Reading takes longer than the arithmetic of a small model: one flag says that there is
+        nothing to say.
+        """
         stack, base, read = tuple(map(convert, STACK)), type(tf.constant(0)).__mro__[1], []
         trainer.train_step(stack)
         numpy = base._numpy
@@ -628,7 +697,9 @@ class TestAStackLikeOneBefore:
         finally:
             layer.trainable = True
         clip_norm = trainer.clip_norm
-        with pytest.raises(ValueError, match=r"clip_norm=1e-09 cannot be set: the train step was built with"):
+        with pytest.raises(
+            ValueError, match=r"clip_norm=1e-09 cannot be set: the train step was built with"
+        ):
             trainer.clip_norm = 1e-9
         assert trainer.clip_norm == clip_norm
         trainer.loss_scale = "auto"  # what it is
@@ -650,7 +721,8 @@ def test_changed_trainable_variables_are_refused(trainer):
     layer.trainable = False
     try:
         with pytest.raises(
-            ValueError, match=r"changed.*: \[.*/bias(:0)?', '.*/kernel(:0)?'\]. .*switch it back; .*make a new Trainer"
+            ValueError,
+            match=r"changed.*: \[.*/bias(:0)?', '.*/kernel(:0)?'\]. .*switch it back; .*make a new Trainer",
         ):
             fit(trainer)
     finally:
@@ -667,7 +739,9 @@ def test_an_option_that_a_subclass_defines_counts(K):
     Clipped(model, K.optimizers.SGD(1.0), "mse", jit_compile=False).train_step(
         (np.ones((2, 4, 8), "float32"), np.ones((2, 4, 1), "float32"))
     )
-    moved = [np.abs(now - then).max() for now, then in zip(model.get_weights(), before, strict=True)]
+    moved = [
+        np.abs(now - then).max() for now, then in zip(model.get_weights(), before, strict=True)
+    ]
     assert 0 < max(moved) <= 2e-6
 
 
@@ -679,7 +753,8 @@ def test_the_batch_size_that_is_wrong_is_named(trainer):
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("clip_nrom", "clip_norm"), ("accumulation_steps", "gradient_accumulation_steps")]
+    ("name", "meant"),
+    [("clip_nrom", "clip_norm"), ("accumulation_steps", "gradient_accumulation_steps")],
 )
 def test_an_attribute_that_is_nearly_an_option_is_refused(name, meant):
     trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)
@@ -705,12 +780,25 @@ def test_a_subclass_has_attributes_of_its_own():
 
     trainer = Own(regressor(), "sgd", "mse", jit_compile=False)
     trainer.notes, trainer.clip_norm = "a user's own", 0.5
-    assert (trainer.clip_norms, trainer.loss, trainer._present_options.clip_norm) == ([2.0], "mse", 0.5)
+    assert (trainer.clip_norms, trainer.loss, trainer._present_options.clip_norm) == (
+        [2.0],
+        "mse",
+        0.5,
+    )
 
 
 @pytest.mark.parametrize(
     "function",
-    [fa.Trainer, fa.Trainer.fit, fa.plan, fa.gpt, fa.remat, fa.TrainStep, fa.LinearCrossEntropy, fa.DynamicLossScale],
+    [
+        fa.Trainer,
+        fa.Trainer.fit,
+        fa.plan,
+        fa.gpt,
+        fa.remat,
+        fa.TrainStep,
+        fa.LinearCrossEntropy,
+        fa.DynamicLossScale,
+    ],
 )
 def test_signatures_stay_as_they_are_written(function):
     written = inspect.signature(function)
@@ -759,7 +847,9 @@ def test_a_second_thread_in_a_trainer_is_refused():
     trainer.fit(X, Y, verbose=0, shuffle=False, callbacks=refused)
     for name, beside in zip(THREADED, refused, strict=True):
         assert isinstance(beside.came_of_it, RuntimeError), beside.came_of_it
-        assert str(beside.came_of_it).startswith(f"{name}: this Trainer is in use by fit in the thread 'MainThread'")
+        assert str(beside.came_of_it).startswith(
+            f"{name}: this Trainer is in use by fit in the thread 'MainThread'"
+        )
     assert_equal(trainer.model.get_weights(), alone.model.get_weights())
     called = threading.Thread(target=THREADED["evaluate"], args=[trainer])  # once it is free again
     called.start()
@@ -768,10 +858,18 @@ def test_a_second_thread_in_a_trainer_is_refused():
 
 
 def test_what_may_be_called_within_a_fit():
-    """The same Trainer in the thread of the fit, to which it still belongs then; another Trainer in any."""
+    """The same Trainer in the thread of the fit, to which it still belongs then; another Trainer in
+    any.
+    """
     trainer, other = (fa.Trainer(regressor(), "sgd", "mse", jit_compile=False) for _ in range(2))
-    same = [Beside(lambda name=name: THREADED[name](trainer), threaded=False) for name in ("evaluate", "predict")]
-    others = [Beside(lambda name=name: THREADED[name](other), threaded=True) for name in ("fit", "evaluate", "predict")]
+    same = [
+        Beside(lambda name=name: THREADED[name](trainer), threaded=False)
+        for name in ("evaluate", "predict")
+    ]
+    others = [
+        Beside(lambda name=name: THREADED[name](other), threaded=True)
+        for name in ("fit", "evaluate", "predict")
+    ]
     after = Beside(lambda: THREADED["evaluate"](trainer), threaded=True)
     trainer.fit(X, Y, verbose=0, callbacks=[*same, *others, after])
     for beside in same + others:
@@ -816,7 +914,9 @@ def test_a_trainer_is_free_once_the_last_of_its_threads_has_predicted():
             may_end[self.i].wait(60)
 
     threads = [
-        threading.Thread(target=trainer.predict, args=[X], kwargs={"verbose": 0, "callbacks": [Holds(i)]})
+        threading.Thread(
+            target=trainer.predict, args=[X], kwargs={"verbose": 0, "callbacks": [Holds(i)]}
+        )
         for i in range(2)
     ]
     for thread, came in zip(threads, within, strict=True):

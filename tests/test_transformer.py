@@ -101,7 +101,10 @@ def test_saves_and_loads(tmp_path, ids_BT, dtype):
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(model(ids_BT), loaded(ids_BT))
-    assert loaded.get_layer("block_1").attention.qkv.compute_dtype == model.get_layer("block_1").compute_dtype
+    assert (
+        loaded.get_layer("block_1").attention.qkv.compute_dtype
+        == model.get_layer("block_1").compute_dtype
+    )
     with pytest.raises(ValueError, match=f"{CONTEXT + 1} positions"):
         loaded(np.zeros((1, CONTEXT + 1), "int32"))
 
@@ -109,7 +112,9 @@ def test_saves_and_loads(tmp_path, ids_BT, dtype):
 def test_trains_in_one_xla_program(ids_BT):
     keras.utils.set_random_seed(5)
     model = small()
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)
+    model.compile(
+        "adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True
+    )
     x, y = ids_BT[:, :-1], ids_BT[:, 1:]
     model.optimizer.learning_rate = 1e-2
     losses = [model.train_on_batch(x, y) for _ in range(30)]
@@ -119,7 +124,10 @@ def test_trains_in_one_xla_program(ids_BT):
 @pytest.mark.parametrize(("vocabulary", "width", "layers"), [(256, 24, 1), (61, 48, 3)])
 def test_parameter_count(vocabulary, width, layers):
     model = gpt(vocabulary, width=width, layers=layers, heads=3)
-    assert model.count_params() == 2 * vocabulary * width + layers * (12 * width**2 + 2 * width) + width
+    assert (
+        model.count_params()
+        == 2 * vocabulary * width + layers * (12 * width**2 + 2 * width) + width
+    )
 
 
 def test_the_seed_fixes_the_initial_weights():
@@ -177,12 +185,19 @@ FORMS = {
     "learned positions": {"positions": "learned", "layers": 1},
     "tied": {"tied": True, "layers": 1},
     "stacked": {"stacked": True},
-    "all": {"heads": 4, "key_value_heads": 1, "positions": "learned", "tied": True, "stacked": True},
+    "all": {
+        "heads": 4,
+        "key_value_heads": 1,
+        "positions": "learned",
+        "tied": True,
+        "stacked": True,
+    },
 }
 
 
 @pytest.mark.parametrize(
-    "form", [form if form == "all" else pytest.param(form, marks=pytest.mark.variant) for form in FORMS]
+    "form",
+    [form if form == "all" else pytest.param(form, marks=pytest.mark.variant) for form in FORMS],
 )
 def test_every_form_is_causal_trains_saves_and_loads(tmp_path, ids_BT, form):
     keras.utils.set_random_seed(7)
@@ -207,7 +222,9 @@ def test_every_form_is_causal_trains_saves_and_loads(tmp_path, ids_BT, form):
 
 def test_parameters_of_grouped_and_tied():
     width, groups = 24, 2 / 4
-    grouped = gpt(VOCABULARY, width=width, layers=1, heads=4, key_value_heads=2, tied=True, context=8)
+    grouped = gpt(
+        VOCABULARY, width=width, layers=1, heads=4, key_value_heads=2, tied=True, context=8
+    )
     block = width * width * (1 + 2 * groups) + 9 * width**2 + 2 * width
     assert grouped.count_params() == VOCABULARY * width + block + width
 
@@ -225,7 +242,10 @@ def test_a_stack_of_blocks_computes_what_the_blocks_do(ids_BT):
 def test_a_preset_has_the_parameters_of_its_name(preset, millions):
     sizes = {key: value for key, value in PRESETS[preset].items() if key != "layers"}
     # One block is enough to know them all.
-    one, two = (gpt(**{**sizes, "width": 64, "heads": 2, "context": 8, "layers": n, "stacked": False}) for n in (1, 2))
+    one, two = (
+        gpt(**{**sizes, "width": 64, "heads": 2, "context": 8, "layers": n, "stacked": False})
+        for n in (1, 2)
+    )
     assert two.count_params() - one.count_params() == 12 * 64**2 + 2 * 64
     width, layers = PRESETS[preset]["width"], PRESETS[preset]["layers"]
     assert round((50257 * width + layers * (12 * width**2 + 2 * width) + width) / 1e6) == millions

@@ -1,1 +1,3 @@
-"""The fused step against PyTorch and JAX on a GPU: exported where TensorFlow is, run where it need not be."""
+"""The fused step against PyTorch and JAX on a GPU: exported where TensorFlow is, run where it need
+not be.
+"""

@@ -1,7 +1,10 @@
-"""Writes the fused step of GPTs as StableHLO with a manifest: `python -m benchmarks.gpu.export FOLDER`.
+"""Writes the fused step of GPTs as StableHLO with a manifest: `python -m benchmarks.gpu.export
+FOLDER`.
 
-Needs TensorFlow and jaxlib (`pip install -e ".[test,h200]"`), and no GPU: the steps are traced as on one. Weights are
-arguments, described and not stored, so that a program takes some hundred kilobytes whatever its size.
+Needs TensorFlow and jaxlib (`pip install -e ".[test,h200]"`), and no GPU: the steps are traced as
+    on one. Weights are
+arguments, described and not stored, so that a program takes some hundred kilobytes whatever its
+size.
 """
 
 import argparse
@@ -25,12 +28,18 @@ from fastaccum import transformer
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.xla_ops import in_xla
 
-OPTIMIZER = {"learning_rate": 3e-4, "weight_decay": 0.1, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
+OPTIMIZER = {
+    "learning_rate": 3e-4,
+    "weight_decay": 0.1,
+    "beta_1": 0.9,
+    "beta_2": 0.999,
+    "epsilon": 1e-7,
+}
 CLIP_NORM = 1.0
 CHECKED_STEPS = 3
 
-# One micro-batch fills a GPU. Losses of the small model are computed on the CPU too: one step of 124 million
-# parameters would take minutes there, and the program differs in its sizes alone.
+# One micro-batch fills a GPU. Losses of the small model are computed on the CPU too: one step of
+# 124 million parameters would take minutes there, and the program differs in its sizes alone.
 SIZES = {
     "check": {"vocabulary_size": 512, "context": 256, "width": 128, "layers": 2, "heads": 2}
     | {"tied": True, "stacked": True},
@@ -56,7 +65,9 @@ def plan(presets):
         yield {**looped, "policy": ["projection", "attention"]}
     if "124m" in presets:
         for micro_batches in MEMORY_AT:
-            yield _program("124m", "bfloat16", "blockwise", True, micro_batches, f"-memory-{micro_batches}")
+            yield _program(
+                "124m", "bfloat16", "blockwise", True, micro_batches, f"-memory-{micro_batches}"
+            )
 
 
 def _program(preset, dtype, kind, stacked, micro_batches, suffix=""):
@@ -87,11 +98,19 @@ def export(program, folder):
     vocabulary = program["sizes"]["vocabulary_size"]
     lead = [list(array.shape) for array in stack]
     arguments = [
-        {"name": name, "shape": shape, "dtype": "int32", "initial": {"tokens": vocabulary, "shift": i}, "output": None}
+        {
+            "name": name,
+            "shape": shape,
+            "dtype": "int32",
+            "initial": {"tokens": vocabulary, "shift": i},
+            "output": None,
+        }
         for i, (name, shape) in enumerate(zip(("x", "y"), lead, strict=True))
     ]
     for name, variable in zip(_unique(map(_name, variables)), variables, strict=True):
-        arguments.append({"name": name, **_described(variable), "output": next_values.get(len(arguments))})
+        arguments.append(
+            {"name": name, **_described(variable), "output": next_values.get(len(arguments))}
+        )
     program["arguments"] = arguments
     program["weights"] = [_name(variable.value) for variable in trainer.model.variables]
     program["loss"] = 0  # the first field of the first result, StepResult.loss
@@ -114,16 +133,22 @@ def _trainer(program):
     keras.utils.set_random_seed(0)  # the spread of the weights is measured
     form = {"stacked": program["stacked"], "policy": program["policy"]}
     model = fa.gpt(**program["sizes"], tied=True, **form, dtype=f"mixed_{program['dtype']}")
-    return fa.Trainer(model, keras.optimizers.AdamW(**OPTIMIZER), fa.LinearCrossEntropy(), clip_norm=CLIP_NORM)
+    return fa.Trainer(
+        model, keras.optimizers.AdamW(**OPTIMIZER), fa.LinearCrossEntropy(), clip_norm=CLIP_NORM
+    )
 
 
 def _shapes(program):
-    ids = np.zeros((program["micro_batches"], program["batch_size"], program["sizes"]["context"]), "int32")
+    ids = np.zeros(
+        (program["micro_batches"], program["batch_size"], program["sizes"]["context"]), "int32"
+    )
     return ids, ids
 
 
 def _losses(program):
-    """Those of the first steps of TensorFlow's own train step on the CPU, from the manifest's values."""
+    """Those of the first steps of TensorFlow's own train step on the CPU, from the manifest's
+    values.
+    """
     trainer, values = _trainer(program), manifest.initial_values(program)
     for variable in trainer.model.variables:
         variable.assign(values[_name(variable.value)])
@@ -133,7 +158,9 @@ def _losses(program):
 
 @contextlib.contextmanager
 def attention_by(implementation):
-    """Lets the model's attention be this one in programs; Keras's symbolic calls, outside them, keep theirs."""
+    """Lets the model's attention be this one in programs; Keras's symbolic calls, outside them,
+    keep theirs.
+    """
 
     def chosen(*args, **kwargs):
         return attention(*args, **kwargs, implementation=implementation if in_xla() else "auto")
@@ -155,7 +182,9 @@ def _unique(names):
 
 
 def _described(variable):
-    """Shape, dtype, and how to make the initial value: weights are drawn again, of the same spread."""
+    """Shape, dtype, and how to make the initial value: weights are drawn again, of the same
+    spread.
+    """
     value = variable.numpy()
     if value.size and np.all(value == value.flat[0]):
         initial = {"fill": value.flat[0].item()}
@@ -167,23 +196,34 @@ def _described(variable):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.export", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.export", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, help="where the programs and manifest.json go")
-    parser.add_argument("--preset", nargs="+", choices=list(SIZES), default=list(SIZES), help="the models (all)")
+    parser.add_argument(
+        "--preset", nargs="+", choices=list(SIZES), default=list(SIZES), help="the models (all)"
+    )
     parser.add_argument("--program", nargs="+", help="these programs alone, by name")
     arguments = parser.parse_args(argv)
     programs = list(plan(arguments.preset))
     if arguments.program:
         unknown = set(arguments.program) - {program["name"] for program in programs}
         if unknown:
-            parser.error(f"no program {', '.join(sorted(unknown))}: there are {', '.join(p['name'] for p in programs)}")
+            parser.error(
+                f"no program {', '.join(sorted(unknown))}: there are "
+                f"{', '.join(p['name'] for p in programs)}"
+            )
         programs = [program for program in programs if program["name"] in arguments.program]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for program in programs:
         size = export(program, arguments.folder)
         keras.backend.clear_session()
         print(f"{program['name']}: {size / 1e3:,.0f} kB", flush=True)
-    versions = {"tensorflow": tf.__version__, "keras": keras.__version__, "fastaccum": fa.__version__}
+    versions = {
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+        "fastaccum": fa.__version__,
+    }
     text = json.dumps({"versions": versions, "programs": programs}, indent=1)
     Path(arguments.folder, "manifest.json").write_text(text)
 

@@ -1,6 +1,8 @@
-"""JAX: one jitted step that scans over the micro-batches: `python -m benchmarks.gpu.jax_peer FOLDER PROGRAM`.
+"""JAX: one jitted step that scans over the micro-batches: `python -m benchmarks.gpu.jax_peer FOLDER
+PROGRAM`.
 
-The GPT of a program, its sizes and its initial weights, as hand-written JAX trains it: float32 weights, bfloat16
+The GPT of a program, its sizes and its initial weights, as hand-written JAX trains it: float32
+    weights, bfloat16
 compute, a scan over the blocks, cuDNN's attention, optax. Needs JAX and optax.
 """
 
@@ -32,7 +34,9 @@ def make_step(program):
         ),
     )
     attention = "cudnn" if jax.devices()[0].platform == "gpu" else "xla"
-    loss_fn = functools.partial(jax_gpt.loss_fn, heads=program["sizes"]["heads"], attention=attention)
+    loss_fn = functools.partial(
+        jax_gpt.loss_fn, heads=program["sizes"]["heads"], attention=attention
+    )
     train_step = scan_train_step(loss_fn, optimizer)
     params = jax.tree.map(jnp.array, jax_gpt.from_stacked(manifest.weights(program)))
     opt_state = optimizer.init(params)
@@ -47,13 +51,17 @@ def make_step(program):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.jax_peer", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.jax_peer", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, help="from benchmarks.gpu.export")
     parser.add_argument("program", help="the stacked bfloat16 program whose model this trains")
     arguments = parser.parse_args(argv)
     program = manifest.chosen(parser, arguments)
     if program["dtype"] != "bfloat16" or not program["stacked"]:
-        parser.error(f"{program['name']}: JAX trains in bfloat16, from the weights of a stacked program.")
+        parser.error(
+            f"{program['name']}: JAX trains in bfloat16, from the weights of a stacked program."
+        )
     losses, seconds = measure.timed(make_step(program), jax.block_until_ready)
     measure.require_losses(program, losses)
     peak = peak_bytes()  # before the matmul's operands

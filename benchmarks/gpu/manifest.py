@@ -1,4 +1,5 @@
-"""What a folder of exported programs says of them, in `manifest.json`: sizes, arguments, the losses to expect.
+"""What a folder of exported programs says of them, in `manifest.json`: sizes, arguments, the losses
+to expect.
 
 Needs NumPy alone. A program is a dict:
 
@@ -7,16 +8,19 @@ Needs NumPy alone. A program is a dict:
     sizes                 vocabulary_size, context, width, layers, heads
     micro_batches, batch_size
     optimizer             learning_rate, weight_decay, beta_1, beta_2, epsilon, clip_norm
-    arguments             in order: name, shape, dtype, initial, and output: the number of the result that is its next
-                          value, or null for one that every step takes anew
-    weights               the names of the arguments that are the model's
-    loss                  the number of the result that is the step's loss
-    losses                of the first steps, by TensorFlow on a CPU; empty where that would take too long
-    predicted             what a step takes: device, ms, and serial_ms, where nothing overlaps; null where none is timed
+    arguments             in order: name, shape, dtype, initial, and output: the number of the
+                          result that is its next value, or null for one that every step takes anew
+    weights               the names of the arguments that are the model's loss                  the
+    number of the result that is the step's loss losses                of the first steps, by
+    TensorFlow on a CPU; empty where that would take too long
+    predicted             what a step takes: device, ms, and serial_ms, where nothing overlaps; null
+        where none is timed
     purpose               "check", "time", or "memory": compiled alone, for the memory that it needs
 
-`initial` is one of {"fill": value}, {"values": [...]}, {"normal": standard deviation} and {"tokens": size of the
-vocabulary, "shift": 0 for ids, 1 for the next ones}. An argument's name seeds its random numbers, so every contestant
+`initial` is one of {"fill": value}, {"values": [...]}, {"normal": standard deviation} and
+{"tokens": size of the
+vocabulary, "shift": 0 for ids, 1 for the next ones}. An argument's name seeds its random numbers,
+    so every contestant
 starts from the same weights and sees the same tokens.
 """
 
@@ -36,7 +40,9 @@ def load(folder):
     """
     path = Path(folder, "manifest.json")
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: write it with `python -m benchmarks.gpu.export {folder}`.")
+        raise FileNotFoundError(
+            f"{path} is missing: write it with `python -m benchmarks.gpu.export {folder}`."
+        )
     return {program["name"]: program for program in json.loads(path.read_text())["programs"]}
 
 
@@ -53,7 +59,9 @@ def find(folder, name):
 
 
 def chosen(parser, arguments):
-    """The program that a command line names by `folder` and `program`; its error where there is none."""
+    """The program that a command line names by `folder` and `program`; its error where there is
+    none.
+    """
     try:
         return find(arguments.folder, arguments.program)
     except (OSError, KeyError, ValueError) as error:
@@ -72,7 +80,9 @@ def weights(program):
 
 def tokens(program):
     """Ids and next ids, int32 `[micro_batches, batch_size, context]`."""
-    x, y = (_initial(argument) for argument in program["arguments"] if "tokens" in argument["initial"])
+    x, y = (
+        _initial(argument) for argument in program["arguments"] if "tokens" in argument["initial"]
+    )
     return x, y
 
 
@@ -81,9 +91,11 @@ def tokens_per_step(program):
 
 
 def model_flops(program):
-    """Floating point operations of one step that the model asks for; nothing that is computed twice counts twice.
+    """Floating point operations of one step that the model asks for; nothing that is computed twice
+    counts twice.
 
-    6 for each token and parameter of a matmul (the head's included), and for causal attention 6 for each token, layer,
+    6 for each token and parameter of a matmul (the head's included), and for causal attention 6 for
+    each token, layer,
     channel and position of the context: half of the 12 that both products take without a mask.
 
     >>> sizes = {"vocabulary_size": 10, "context": 4, "width": 2, "layers": 3, "heads": 1}

@@ -1,4 +1,6 @@
-"""How every contestant is timed, and what it reports: one JSON object on the last line that it prints."""
+"""How every contestant is timed, and what it reports: one JSON object on the last line that it
+prints.
+"""
 
 import json
 import math
@@ -8,21 +10,19 @@ import time
 from benchmarks.gpu import manifest
 
 WARM_UP, STEPS = 3, 10
-# Relative, between losses of the same model: contestants round to half precision in different places. One step of the
-# small model changes its loss by ten times as much.
+# Relative, between losses of the same model: contestants round to half precision in different
+# places. One step of the small model changes its loss by ten times as much.
 TOLERANCE = 1e-3
 
 
 def timed(step, ready):
     """The first losses, and the median seconds of a step.
 
-    Args:
-        step: runs one train step, always on the same tokens, and returns its loss without waiting for it.
-        ready: waits for a loss.
+    Args: step: runs one train step, always on the same tokens, and returns its loss without waiting
+        for it. ready: waits for a loss.
 
-    Returns:
-        losses of the warm-up's steps, and the seconds of each timed step: every one is waited for, so that a step
-        costs what a training loop that reads its loss pays.
+    Returns: losses of the warm-up's steps, and the seconds of each timed step: every one is waited
+        for, so that a step costs what a training loop that reads its loss pays.
     """
     losses = [float(ready(step())) for _ in range(WARM_UP)]
     seconds = []
@@ -34,7 +34,9 @@ def timed(step, ready):
 
 
 def rate_of_matmuls(product, ready, size):
-    """Floating point operations a second of `product()`, a matmul of two `[size, size]` matrices: the best of ten."""
+    """Floating point operations a second of `product()`, a matmul of two `[size, size]` matrices:
+    the best of ten.
+    """
     ready(product())
     seconds = []
     for _ in range(10):
@@ -51,7 +53,8 @@ def require_losses(program, losses):
     for step, (loss, expected) in enumerate(zip(losses, program["losses"], strict=False)):
         if abs(loss - expected) > TOLERANCE * abs(expected):
             raise AssertionError(
-                f"{program['name']}: the loss of step {step} is {loss}; TensorFlow's on a CPU was {expected}."
+                f"{program['name']}: the loss of step {step} is {loss}; TensorFlow's on a CPU "
+                f"was {expected}."
             )
 
 

@@ -1,7 +1,8 @@
 """Runs one exported program on JAX's default device: `python -m benchmarks.gpu.run FOLDER PROGRAM`.
 
-Needs JAX and NumPy. The program goes to PJRT as it is. Each variable's buffer is donated to its next value, as the
-program's aliases say, so that weights and slots exist once; results become the next step's arguments.
+Needs JAX and NumPy. The program goes to PJRT as it is. Each variable's buffer is donated to its
+next value, as the program's aliases say, so that weights and slots exist once; results become the
+next step's arguments.
 """
 
 import argparse
@@ -33,22 +34,32 @@ class Executable:
         options.env_option_overrides = list(flags.items())
         stablehlo = gzip.decompress(Path(folder, program["file"]).read_bytes())
         start = time.perf_counter()
-        self._loaded = self.device.client.compile_and_load(stablehlo, _jax.DeviceList((self.device,)), options)
+        self._loaded = self.device.client.compile_and_load(
+            stablehlo, _jax.DeviceList((self.device,)), options
+        )
         self.compile_seconds = time.perf_counter() - start
 
     def memory(self):
-        """XLA's memory plan, in bytes: argument, output, alias and temp, and the peak that they make."""
+        """XLA's memory plan, in bytes: argument, output, alias and temp, and the peak that they
+        make.
+        """
         stats = self._loaded.get_compiled_memory_stats()
         kinds = ("argument", "output", "alias", "temp")
         sizes = {f"{kind}_bytes": getattr(stats, f"{kind}_size_in_bytes") for kind in kinds}
-        peak = sizes["argument_bytes"] + sizes["output_bytes"] - sizes["alias_bytes"] + sizes["temp_bytes"]
+        peak = (
+            sizes["argument_bytes"]
+            + sizes["output_bytes"]
+            - sizes["alias_bytes"]
+            + sizes["temp_bytes"]
+        )
         return {**sizes, "planned_peak_bytes": peak}
 
     def start(self):
         """Puts the first values on the device."""
         values = manifest.initial_values(self.program)
         self._arguments = [
-            jax.device_put(values.pop(argument["name"]), self.device) for argument in self.program["arguments"]
+            jax.device_put(values.pop(argument["name"]), self.device)
+            for argument in self.program["arguments"]
         ]
 
     def step(self):
@@ -72,14 +83,18 @@ def matmul_rate(dtype):
 
 
 def peak_bytes():
-    """The most bytes that JAX has held on the device; None where the device does not count them, as a CPU."""
+    """The most bytes that JAX has held on the device; None where the device does not count them, as
+    a CPU.
+    """
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def require_gpu(program, platform):
     """Raises SystemExit where JAX has only a CPU, and the program is large or calls cuDNN."""
     if platform == "cpu" and (program["purpose"] != "check" or program["attention"] == "auto"):
-        raise SystemExit(f"{program['name']} needs a GPU, and JAX sees none: is it installed with CUDA?")
+        raise SystemExit(
+            f"{program['name']} needs a GPU, and JAX sees none: is it installed with CUDA?"
+        )
 
 
 def require_aliases(program, memory):
@@ -91,12 +106,15 @@ def require_aliases(program, memory):
     )
     if memory["alias_bytes"] < 0.99 * kept:
         raise AssertionError(
-            f"{program['name']}: of {kept} bytes of variables {memory['alias_bytes']} are updated in place."
+            f"{program['name']}: of {kept} bytes of variables {memory['alias_bytes']} are "
+            "updated in place."
         )
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.run", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, help="from benchmarks.gpu.export")
     parser.add_argument("program", help="a program's name")
     arguments = parser.parse_args(argv)

@@ -1,7 +1,10 @@
-"""PyTorch, eager or under torch.compile: `python -m benchmarks.gpu.torch_peer FOLDER PROGRAM [--eager]`.
+"""PyTorch, eager or under torch.compile: `python -m benchmarks.gpu.torch_peer FOLDER PROGRAM
+[--eager]`.
 
-The GPT of a program, its sizes and its initial weights, as a PyTorch recipe trains it: autocast, scaled dot-product
-attention, `(loss / n).backward()` n times, GradScaler for float16, clipping, fused AdamW. Needs PyTorch.
+The GPT of a program, its sizes and its initial weights, as a PyTorch recipe trains it: autocast,
+    scaled dot-product
+attention, `(loss / n).backward()` n times, GradScaler for float16, clipping, fused AdamW. Needs
+PyTorch.
 """
 
 import argparse
@@ -24,7 +27,9 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class TiedGPT(torch_models.GPT):
-    """The presets' form of `fa.gpt`: the head is the embedding's table, and what it embeds is scaled up."""
+    """The presets' form of `fa.gpt`: the head is the embedding's table, and what it embeds is
+    scaled up.
+    """
 
     def __init__(self, vocabulary_size, context, width, layers, heads):
         super().__init__(vocabulary_size, context, width, layers, heads)
@@ -104,7 +109,9 @@ def matmul_rate(dtype):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.torch_peer", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.torch_peer", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("folder", type=Path, help="from benchmarks.gpu.export")
     parser.add_argument("program", help="the stacked program whose model this trains")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
@@ -115,7 +122,8 @@ def main(argv=None):
     torch.set_float32_matmul_precision("high")
     losses, seconds = measure.timed(make_step(program, compiled=not arguments.eager), ready)
     measure.require_losses(program, losses)
-    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None  # before the matmul's operands
+    # before the matmul's operands
+    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
     measure.report(
         "PyTorch eager" if arguments.eager else "torch.compile",
         program,

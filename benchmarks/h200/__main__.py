@@ -1,7 +1,8 @@
-"""Our programs and JAX's on an H200, predicted on any machine: `python -m benchmarks.h200 show` or `report`.
+"""Our programs and JAX's on an H200, predicted on any machine: `python -m benchmarks.h200 show` or
+`report`.
 
-Needs TensorFlow and XLA's compiler for CUDA (`pip install -e ".[test,h200]"`), for JAX's programs JAX and optax
-(`".[test,bench,h200]"`), and no GPU.
+Needs TensorFlow and XLA's compiler for CUDA (`pip install -e ".[test,h200]"`), for JAX's programs
+JAX and optax (`".[test,bench,h200]"`), and no GPU.
 """
 
 from __future__ import annotations
@@ -21,17 +22,33 @@ from fastaccum.step.compiler_ir import MemoryAnalysis
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.h200", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.h200", description=__doc__.splitlines()[0]
+    )
     commands = parser.add_subparsers(required=True)
     _add_show(commands.add_parser("show", help="one program: totals, and its costliest kernels"))
     golden_parser = commands.add_parser("golden", help="renews the summaries in tests/golden")
     golden_parser.add_argument(
-        "names", nargs="*", type=_program, metavar="NAME", help=f"of {', '.join(golden.PROGRAMS)} (all)"
+        "names",
+        nargs="*",
+        type=_program,
+        metavar="NAME",
+        help=f"of {', '.join(golden.PROGRAMS)} (all)",
     )
-    golden_parser.set_defaults(run=lambda options: golden.renew(options.names or list(golden.PROGRAMS)))
-    _add_report(commands.add_parser("report", help="ours and JAX's against the bars, with pictures"))
-    _add_models(commands.add_parser("models", help="Keras's and KerasHub's models, with attention fused and as it is"))
-    _add_images(commands.add_parser("images", help="models of images beside Keras's own JAX backend"))
+    golden_parser.set_defaults(
+        run=lambda options: golden.renew(options.names or list(golden.PROGRAMS))
+    )
+    _add_report(
+        commands.add_parser("report", help="ours and JAX's against the bars, with pictures")
+    )
+    _add_models(
+        commands.add_parser(
+            "models", help="Keras's and KerasHub's models, with attention fused and as it is"
+        )
+    )
+    _add_images(
+        commands.add_parser("images", help="models of images beside Keras's own JAX backend")
+    )
     options = parser.parse_args(argv)
     try:
         options.run(options)
@@ -40,21 +57,33 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", type=_module, help="an optimized HLO module, instead of one of ours")
+    parser.add_argument(
+        "--file", type=_module, help="an optimized HLO module, instead of one of ours"
+    )
     parser.add_argument("--json", action="store_true", help="the totals alone, as JSON")
-    parser.add_argument("--by", choices=("scope", "kernel"), default="scope", help="what a row of the table is")
+    parser.add_argument(
+        "--by", choices=("scope", "kernel"), default="scope", help="what a row of the table is"
+    )
     parser.add_argument("--rows", type=_whole, default=40, help="how many (%(default)s)")
     parser.add_argument("--save", type=_new_file, help="where to write the optimized HLO")
     add_gpt_options(parser)
-    parser.add_argument("--jax", choices=("scan", "remat", "unrolled"), help="JAX's program of this form instead")
-    parser.add_argument("--logits", choices=("bfloat16", "float32"), default="bfloat16", help="JAX's (%(default)s)")
+    parser.add_argument(
+        "--jax", choices=("scan", "remat", "unrolled"), help="JAX's program of this form instead"
+    )
+    parser.add_argument(
+        "--logits", choices=("bfloat16", "float32"), default="bfloat16", help="JAX's (%(default)s)"
+    )
     _add_rates(parser)
     parser.set_defaults(run=show, parser=parser)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", type=Path, help="where it goes (benchmarks/results/, by date)")
-    parser.add_argument("--processes", type=_whole, default=2, help="that compile side by side (%(default)s)")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, help="where it goes (benchmarks/results/, by date)"
+    )
+    parser.add_argument(
+        "--processes", type=_whole, default=2, help="that compile side by side (%(default)s)"
+    )
     _add_rates(parser)
     parser.set_defaults(
         run=lambda options: print(report.write(_rates(options), options.folder, options.processes)),
@@ -62,7 +91,13 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", choices=[[], *models.MODELS], metavar="NAME", help=", ".join(models.MODELS))
+    parser.add_argument(
+        "names",
+        nargs="*",
+        choices=[[], *models.MODELS],
+        metavar="NAME",
+        help=", ".join(models.MODELS),
+    )
     for name, default in (("layers", 4), ("batch", 8), ("context", 2048)):
         parser.add_argument(f"--{name}", type=_whole, default=default, help="(%(default)s)")
     parser.add_argument(
@@ -86,11 +121,16 @@ def compare_models(options: argparse.Namespace) -> None:
 
 def _add_images(parser: argparse.ArgumentParser) -> None:
     known = [name for name in vision.MODELS if name != "tiny"]
-    parser.add_argument("names", nargs="*", choices=[[], *vision.MODELS], metavar="NAME", help=", ".join(known))
+    parser.add_argument(
+        "names", nargs="*", choices=[[], *vision.MODELS], metavar="NAME", help=", ".join(known)
+    )
     for field in dataclasses.fields(beside_jax.Sizes):
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=_whole, default=field.default, help="(%(default)s)")
-    why = "multiply by cuBLAS alone: without a device, XLA's Triton finds no tiles for an odd number of tokens"
+    why = (
+        "multiply by cuBLAS alone: without a device, XLA's Triton finds no tiles for an odd "
+        "number of tokens"
+    )
     parser.add_argument("--no-triton", action="store_true", help=why)
     _add_rates(parser)
     parser.set_defaults(run=compare_with_jax)
@@ -99,18 +139,25 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
 def compare_with_jax(options: argparse.Namespace) -> None:
     sizes = beside_jax.Sizes(options.size, options.batch, options.micro_batches)
     flags = {"xla_gpu_enable_triton_gemm": False} if options.no_triton else {}
-    for line in beside_jax.table(options.names or ["resnet50", "vit"], sizes, _rates(options), **flags):
+    for line in beside_jax.table(
+        options.names or ["resnet50", "vit"], sizes, _rates(options), **flags
+    ):
         print(line, flush=True)
 
 
 def _add_rates(parser: argparse.ArgumentParser) -> None:
     for rate in dataclasses.fields(roofline.Rates):
-        parser.add_argument(f"--{rate.name}-rate", type=_positive, default=rate.default, help="(%(default)s)")
+        parser.add_argument(
+            f"--{rate.name}-rate", type=_positive, default=rate.default, help="(%(default)s)"
+        )
 
 
 def _rates(options: argparse.Namespace) -> roofline.Rates:
     return roofline.Rates(
-        **{rate.name: getattr(options, f"{rate.name}_rate") for rate in dataclasses.fields(roofline.Rates)}
+        **{
+            rate.name: getattr(options, f"{rate.name}_rate")
+            for rate in dataclasses.fields(roofline.Rates)
+        }
     )
 
 
@@ -119,17 +166,27 @@ def add_gpt_options(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(programs.Gpt):
         if isinstance(field.default, int) and not isinstance(field.default, bool):
             kind = _width if field.name == "width" else _whole
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+            parser.add_argument(
+                f"--{field.name.replace('_', '-')}", type=kind, default=field.default
+            )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--unrolled", dest="stacked", action="store_false", help="without a LayerStack")
-    parser.add_argument("--policy", type=_policy, default="auto", help='as LayerStack takes it; names as "a,b,c"')
+    parser.add_argument(
+        "--unrolled", dest="stacked", action="store_false", help="without a LayerStack"
+    )
+    parser.add_argument(
+        "--policy", type=_policy, default="auto", help='as LayerStack takes it; names as "a,b,c"'
+    )
     kinds = ("auto", "cudnn", "blockwise", "reference", "xla")
-    parser.add_argument("--attention", choices=kinds, default="auto", help="its implementation (xla: JAX's)")
+    parser.add_argument(
+        "--attention", choices=kinds, default="auto", help="its implementation (xla: JAX's)"
+    )
     parser.add_argument("--chunk-size", type=_whole, help="of the cross-entropy")
 
 
 def gpt_options(options: argparse.Namespace) -> programs.Gpt:
-    return programs.Gpt(**{field.name: getattr(options, field.name) for field in dataclasses.fields(programs.Gpt)})
+    return programs.Gpt(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(programs.Gpt)}
+    )
 
 
 def show(options: argparse.Namespace) -> None:
@@ -140,7 +197,8 @@ def show(options: argparse.Namespace) -> None:
     else:
         try:
             program = programs.gpt(gpt_options(options))
-        except ValueError as refused:  # sizes that go into no GPT together, a policy that names nothing
+        except ValueError as refused:
+            # sizes that go into no GPT together, a policy that names nothing
             options.parser.error(str(refused).partition("Arguments received")[0].strip())
     if options.save:
         options.save.write_text(program.text)
@@ -157,7 +215,9 @@ def _jax_program(options: argparse.Namespace) -> programs.Compiled:
         options.parser.error(f"argument --attention: JAX has cudnn and xla, not {attention}")
     from benchmarks.h200 import jax_programs  # needs JAX and optax
 
-    return jax_programs.gpt(programs.JaxGpt(options.jax, attention, options.logits, gpt_options(options)))
+    return jax_programs.gpt(
+        programs.JaxGpt(options.jax, attention, options.logits, gpt_options(options))
+    )
 
 
 def _policy(text: str) -> str | tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""The report's table of measures: what the compiled programs must reach, and the losses of before that are won back."""
+"""The report's table of measures: what the compiled programs must reach, and the losses of before
+that are won back.
+"""
 
 from __future__ import annotations
 
@@ -80,32 +82,53 @@ class Found:
 def measures(found: Found, head_memory: dict[str, float]) -> Iterator[Measure]:
     """The rows of the table.
 
-    Args:
-        found: all figures.
-        head_memory: "temp", bytes of logits and their gradients at once, and "logits", what float32 logits would take.
+    Args: found: all figures. head_memory: "temp", bytes of logits and their gradients at once, and
+        "logits", what float32 logits would take.
     """
     of, deep = found.of, found.deep
     shipped, unrolled = of(SHIPPED), of("fastaccum, unrolled")
     best = max((deep(name) for name in (CUDNN, UNROLLED)), key=lambda figures: figures["MFU"])
     mfu = deep(SHIPPED)["MFU"]
-    yield Measure("as shipped, 24 layers: MFU", f"{mfu:.1%}", f"{best['MFU']:.1%}", mfu, 0.75, at_least=True)
+    yield Measure(
+        "as shipped, 24 layers: MFU", f"{mfu:.1%}", f"{best['MFU']:.1%}", mfu, 0.75, at_least=True
+    )
     yield _ratio("everything recomputed, cuDNN, 24 layers: ms", deep(RECOMPUTED), deep(CUDNN), 0.95)
     yield _ratio("nothing recomputed, unrolled, cuDNN, 4 layers: ms", unrolled, of(UNROLLED), 1.0)
     portable = deep(PORTABLE_RECOMPUTED)
     yield _ratio("recomputed, without cuDNN, 24 layers: ms", portable, deep(XLA), 0.9)
-    yield _ratio("the same against float32 logits: ms", portable, deep(f"{XLA}, float32 logits"), 0.9)
+    yield _ratio(
+        "the same against float32 logits: ms", portable, deep(f"{XLA}, float32 logits"), 0.9
+    )
     long = of(RECOMPUTED, **LONG), of(CUDNN, **LONG)
     yield _ratio("T 8,192, B 2, recomputed: attention's ms", *long, 1.05, "attention ms")
-    yield _plain("launches a micro-batch, 4 layers", shipped, of(CUDNN), 400, "launches a micro-batch", ",.0f")
-    yield _plain("bytes that accumulating moves / accumulators", shipped, of(CUDNN), 4.0, TRAFFIC, ".2f")
+    yield _plain(
+        "launches a micro-batch, 4 layers",
+        shipped,
+        of(CUDNN),
+        400,
+        "launches a micro-batch",
+        ",.0f",
+    )
+    yield _plain(
+        "bytes that accumulating moves / accumulators", shipped, of(CUDNN), 4.0, TRAFFIC, ".2f"
+    )
     added = unrolled[ADDED]
     fused, products = added.get("epilogue", 0) + added.get("reduction", 0), sum(added.values())
-    yield Measure("unrolled: weight gradients added by their GEMM", f"{fused} of {products}", "", fused, products, True)
+    yield Measure(
+        "unrolled: weight gradients added by their GEMM",
+        f"{fused} of {products}",
+        "",
+        fused,
+        products,
+        True,
+    )
     yield _ratio("head and loss, 4 layers: ms", shipped["parts"], of(CUDNN)["parts"], 1.05, LOSS)
     share = head_memory["temp"] / head_memory["logits"]
     yield Measure("its memory / float32 logits", f"{share:.2f}", "1 or more", share, 0.15)
     yield _ratio("temp memory, recomputed, 4 layers: GB", of(RECOMPUTED), of(CUDNN), 0.8, "temp GB")
-    yield _ratio("temp memory, recomputed, 24 layers: GB", deep(RECOMPUTED), deep(CUDNN), 0.8, "temp GB")
+    yield _ratio(
+        "temp memory, recomputed, 24 layers: GB", deep(RECOMPUTED), deep(CUDNN), 0.8, "temp GB"
+    )
     yield _ratio("temp memory, unrolled, 4 layers: GB", unrolled, of(UNROLLED), 0.8, "temp GB")
     yield from _none(found)
     half = found.figures[dataclasses.replace(OURS[SHIPPED], dtype="float16")]
@@ -113,7 +136,8 @@ def measures(found: Found, head_memory: dict[str, float]) -> Iterator[Measure]:
 
 
 def losses(found: Found, before: dict[str, Figures]) -> Iterator[Loss]:
-    """What the step of the commit before lost, and what it loses now, each in milliseconds of a step.
+    """What the step of the commit before lost, and what it loses now, each in milliseconds of a
+    step.
 
     Args:
         found: all figures.
@@ -139,13 +163,23 @@ def losses(found: Found, before: dict[str, Figures]) -> Iterator[Loss]:
     )
     yield Loss(
         "2. what the backward pass computes once more (before: with cuDNN)",
-        both("recomputed", *(before[f"everything recomputed, cuDNN, {n} layers"] for n in (4, DEEP))),
+        both(
+            "recomputed", *(before[f"everything recomputed, cuDNN, {n} layers"] for n in (4, DEEP))
+        ),
         both("recomputed", new, new_deep),
     )
     yield row("3. head and loss", LOSS)
-    yield Loss("3. launches of it a micro-batch", f"{old['loss launches']:,.0f}", f"{new['loss launches']:,.0f}")
+    yield Loss(
+        "3. launches of it a micro-batch",
+        f"{old['loss launches']:,.0f}",
+        f"{new['loss launches']:,.0f}",
+    )
     yield row("4. sums of gradients", "sums of gradients")
-    yield Loss("4. bytes moved / accumulators' size, a micro-batch", f"{old[TRAFFIC]:.2f}", f"{new[TRAFFIC]:.2f}")
+    yield Loss(
+        "4. bytes moved / accumulators' size, a micro-batch",
+        f"{old[TRAFFIC]:.2f}",
+        f"{new[TRAFFIC]:.2f}",
+    )
     for name in ("norms", "elementwise", "slices, copies, transposes", "embedding", "once a step"):
         yield row(f"5. {name}", name)
     yield row("whole step", MS)

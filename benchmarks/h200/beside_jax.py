@@ -1,6 +1,8 @@
-"""Our train steps of models of images beside Keras's own JAX backend: the same XLA compiles both for the same H200.
+"""Our train steps of models of images beside Keras's own JAX backend: the same XLA compiles both
+for the same H200.
 
-JAX's program comes from a process of its own (`benchmarks.peers.jax_keras`), since a process has one backend of Keras.
+JAX's program comes from a process of its own (`benchmarks.peers.jax_keras`), since a process has
+one backend of Keras.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ from benchmarks.h200.kernels import Kernel
 from benchmarks.stablehlo import h200
 
 ROOT = Path(__file__).parents[2]
-FORWARD, DATA, WEIGHTS = "products, forward", "products, gradients of data", "products, gradients of weights"
+FORWARD, DATA, WEIGHTS = (
+    "products, forward",
+    "products, gradients of data",
+    "products, gradients of weights",
+)
 ATTENTION, STATISTICS, REDUCES = "fused attention", "reduces of BatchNorm", "other reduces"
 ELEMENTWISE, COPIES = "elementwise, pooling", "casts and copies"
 SUMS, UPDATE = "weights: casts, sums of gradients", "once a step"
@@ -65,7 +71,9 @@ def ours(name: str, sizes: Sizes, **flags: bool) -> tuple[programs.Compiled, fro
             trainer = fa.Trainer(model, vision.optimizer(), vision.loss(), clip_norm=1.0)
             images = np.zeros((*shape, sizes.size, sizes.size, 3), "float32")
             program = programs.of_trainer(trainer, (images, np.zeros(shape, "int32")), **flags)
-            return program, frozenset(math.prod(v.shape) for v in model.trainable_variables if len(v.shape) > 1)
+            return program, frozenset(
+                math.prod(v.shape) for v in model.trainable_variables if len(v.shape) > 1
+            )
     finally:
         keras.config.set_dtype_policy(policy)
         keras.backend.clear_session()
@@ -85,7 +93,8 @@ def theirs(name: str, sizes: Sizes, **flags: bool) -> programs.Compiled:
 def part(kernel: Kernel, weights: Collection[int]) -> str:
     """Returns the part of the train step, one of `PARTS`, that a kernel belongs to.
 
-    XLA hands a fusion the name of one of its operations: what it fuses across a border counts on one side of it.
+    XLA hands a fusion the name of one of its operations: what it fuses across a border counts on
+        one side of it.
 
     Args:
         kernel: of our program, or of JAX's.
@@ -107,8 +116,12 @@ def part(kernel: Kernel, weights: Collection[int]) -> str:
     return COPIES if kernel.kind in ("convert", "copy", "slice", "transpose") else ELEMENTWISE
 
 
-def table(names: Collection[str], sizes: Sizes, rates: roofline.Rates, **flags: bool) -> Iterator[str]:
-    """Yields the lines of tables in Markdown: time and memory of each model's two programs, then the time by part."""
+def table(
+    names: Collection[str], sizes: Sizes, rates: roofline.Rates, **flags: bool
+) -> Iterator[str]:
+    """Yields the lines of tables in Markdown: time and memory of each model's two programs, then
+    the time by part.
+    """
     compiled = {name: (*ours(name, sizes, **flags), theirs(name, sizes, **flags)) for name in names}
     images = f"{sizes.micro_batches} x {sizes.batch} images of {sizes.size} x {sizes.size}"
     yield f"| {images} | ms | JAX's ms | ratio | temp GB | JAX's GB | ratio |"
@@ -123,9 +136,14 @@ def table(names: Collection[str], sizes: Sizes, rates: roofline.Rates, **flags: 
         yield f"| {name} | ms | launches | GB | JAX's ms | launches | GB |"
         yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
         predicted = [roofline.predict(each.kernels, rates) for each in (our, their)]
-        parts = [summary.grouped(each, lambda kernel, of=weights: part(kernel, of)) for each in predicted]
+        parts = [
+            summary.grouped(each, lambda kernel, of=weights: part(kernel, of)) for each in predicted
+        ]
         for row in PARTS:
             both = [each.get(row, summary.Group()) for each in parts]
             if any(group.launches for group in both):
-                cells = (f"{group.ms:.1f} | {group.launches:,} | {group.bytes / 1e9:.1f}" for group in both)
+                cells = (
+                    f"{group.ms:.1f} | {group.launches:,} | {group.bytes / 1e9:.1f}"
+                    for group in both
+                )
                 yield f"| {row} | {' | '.join(cells)} |"

@@ -45,7 +45,11 @@ JAX = {
     f"{CHECKPOINT}, XLA attention, float32 logits": JaxGpt("remat", "xla", "float32"),
 }
 DEEP = 24  # layers; 4 otherwise
-ONLY_SHALLOW = ("JAX, scan, cuDNN", "JAX, unrolled, XLA attention", f"{CHECKPOINT}, cuDNN, float32 logits")
+ONLY_SHALLOW = (
+    "JAX, scan, cuDNN",
+    "JAX, unrolled, XLA attention",
+    f"{CHECKPOINT}, cuDNN, float32 logits",
+)
 
 # What the pictures draw: programs against sizes.
 DRAWN = {
@@ -77,7 +81,12 @@ def everything() -> list[Case]:
     long = (OURS[SHIPPED], OURS[RECOMPUTED], JAX[f"{CHECKPOINT}, cuDNN"])
     cases += [sized(case, **LONG) for case in long]
     cases += [Gpt(dtype="float16"), Gpt(dtype="float16", layers=DEEP)]
-    cases += [sized(case, **sizes) for points in AXES.values() for _, sizes in points for case in DRAWN.values()]
+    cases += [
+        sized(case, **sizes)
+        for points in AXES.values()
+        for _, sizes in points
+        for case in DRAWN.values()
+    ]
     return sorted(dict.fromkeys(cases), key=_cost, reverse=True)
 
 
@@ -87,7 +96,9 @@ def _cost(case: Case) -> tuple[bool, int]:
     return isinstance(case, Gpt), sizes.layers if unrolled else 1
 
 
-def figures(cases: list[Case], rates: roofline.Rates, processes: int = 2) -> Iterator[tuple[Case, dict[str, Any]]]:
+def figures(
+    cases: list[Case], rates: roofline.Rates, processes: int = 2
+) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Compiles the programs, and measures each as soon as it is there.
 
     Args:
@@ -109,7 +120,9 @@ def figures(cases: list[Case], rates: roofline.Rates, processes: int = 2) -> Ite
 
 
 def _in_its_own_process(case: Case, rates: roofline.Rates) -> dict[str, Any]:
-    """Its figures, from a process that gives back all memory, and that may be killed for want of it."""
+    """Its figures, from a process that gives back all memory, and that may be killed for want of
+    it.
+    """
     context = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
     with concurrent.futures.ProcessPoolExecutor(1, context) as one:
         return one.submit(_figures, case, rates).result()
@@ -126,27 +139,44 @@ def _figures(case: Case, rates: roofline.Rates) -> dict[str, Any]:
 def head_memory() -> dict[str, float]:
     """Bytes of logits and their gradients at once, "temp", and of float32 "logits" as a whole.
 
-    Of a program that computes the loss and its gradients alone. What any form has is left out: the gradient of the
+    Of a program that computes the loss and its gradients alone. What any form has is left out: the
+        gradient of the
     hidden states in float32, and the rounded table, which is made once a step.
     """
     sizes = Gpt()
     tokens, count = (sizes.batch, sizes.context), sizes.batch * sizes.context
 
-    def gradients(hidden: tf.Tensor, table: tf.Tensor, labels: tf.Tensor, rounded: tf.Tensor) -> list[tf.Tensor]:
+    def gradients(
+        hidden: tf.Tensor, table: tf.Tensor, labels: tf.Tensor, rounded: tf.Tensor
+    ) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             tape.watch([hidden, table])
             loss, _ = linear_cross_entropy_sum_and_scores(
-                hidden, table, labels, tf.ones(tokens), transpose_kernel=True, rounded_kernel=rounded
+                hidden,
+                table,
+                labels,
+                tf.ones(tokens),
+                transpose_kernel=True,
+                rounded_kernel=rounded,
             )
         return tape.gradient(loss, [hidden, table])
 
     half, table = tf.as_dtype(sizes.dtype), (sizes.vocabulary, sizes.width)
-    shapes = [tf.TensorSpec((*tokens, sizes.width), half), tf.TensorSpec(table), tf.TensorSpec(tokens, tf.int32)]
+    shapes = [
+        tf.TensorSpec((*tokens, sizes.width), half),
+        tf.TensorSpec(table),
+        tf.TensorSpec(tokens, tf.int32),
+    ]
     with h200.as_on_a_gpu():
         function = tf.function(gradients, jit_compile=True, autograph=False)
-        exported = compiler_ir(function, *shapes, tf.TensorSpec(table, half), stage="stablehlo_serialized")
+        exported = compiler_ir(
+            function, *shapes, tf.TensorSpec(table, half), stage="stablehlo_serialized"
+        )
     _, memory = programs.compiled(exported)
-    return {"temp": memory.temp_bytes - 4.0 * count * sizes.width, "logits": 4.0 * count * sizes.vocabulary}
+    return {
+        "temp": memory.temp_bytes - 4.0 * count * sizes.width,
+        "logits": 4.0 * count * sizes.vocabulary,
+    }
 
 
 def versions() -> dict[str, str]:
@@ -156,5 +186,12 @@ def versions() -> dict[str, str]:
     import keras
     import optax
 
-    packages = {"tensorflow": tf, "keras": keras, "jax": jax, "jaxlib": jaxlib, "optax": optax, "fastaccum": fa}
+    packages = {
+        "tensorflow": tf,
+        "keras": keras,
+        "jax": jax,
+        "jaxlib": jaxlib,
+        "optax": optax,
+        "fastaccum": fa,
+    }
     return {name: package.__version__ for name, package in packages.items()}

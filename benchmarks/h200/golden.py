@@ -1,6 +1,8 @@
-"""Summaries of six programs compiled for an H200, kept in tests/golden: `python -m benchmarks.h200 golden` renews them.
+"""Summaries of six programs compiled for an H200, kept in tests/golden: `python -m benchmarks.h200
+golden` renews them.
 
-A change of ours that changes the compiled program shows in a change of these files, and is seen in review.
+A change of ours that changes the compiled program shows in a change of these files, and is seen in
+review.
 """
 
 from __future__ import annotations
@@ -37,12 +39,17 @@ def bert() -> programs.Compiled:
         attended = layers.MultiHeadAttention(16, width // 16, dtype=policy)(x, x)
         x = layers.LayerNormalization(dtype=policy)(layers.add([x, attended]))
         hidden = layers.Dense(4 * width, "gelu", dtype=policy)(x)
-        x = layers.LayerNormalization(dtype=policy)(layers.add([x, layers.Dense(width, dtype=policy)(hidden)]))
+        x = layers.LayerNormalization(dtype=policy)(
+            layers.add([x, layers.Dense(width, dtype=policy)(hidden)])
+        )
     model = tf_keras.Model(ids, layers.Dense(vocabulary, dtype="float32")(x))
     loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     stack = np.zeros((2, K, B, T), "int32")
-    program = programs.of_trainer(fa.Trainer(model, tf_keras.optimizers.Adam(1e-4), loss), tuple(stack))
-    block = [*4 * [(width, width)], (width, 4 * width), (4 * width, width)]  # attention's have an axis of heads
+    program = programs.of_trainer(
+        fa.Trainer(model, tf_keras.optimizers.Adam(1e-4), loss), tuple(stack)
+    )
+    # attention's have an axis of heads
+    block = [*4 * [(width, width)], (width, 4 * width), (4 * width, width)]
     return dataclasses.replace(program, matrices=(*block, *block, (width, vocabulary)))
 
 
@@ -61,10 +68,14 @@ def convnet() -> programs.Compiled:
             x = layers.ReLU(dtype="mixed_float16")(convolved(x, filters, 2))
             h = convolved(layers.ReLU(dtype="mixed_float16")(convolved(x, filters)), filters)
             x = layers.ReLU(dtype="mixed_float16")(layers.Add(dtype="mixed_float16")([x, h]))
-        model = keras.Model(images, layers.Dense(1000, dtype="float32")(layers.GlobalAveragePooling2D()(x)))
+        model = keras.Model(
+            images, layers.Dense(1000, dtype="float32")(layers.GlobalAveragePooling2D()(x))
+        )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         stack = (np.zeros((K, B, size, size, 3), "float32"), np.zeros((K, B), "int32"))
-        return programs.of_trainer(fa.Trainer(model, keras.optimizers.SGD(0.1, momentum=0.9), loss), stack)
+        return programs.of_trainer(
+            fa.Trainer(model, keras.optimizers.SGD(0.1, momentum=0.9), loss), stack
+        )
 
 
 def _gpt(**options: Any) -> Callable[[], programs.Compiled]:
@@ -91,29 +102,42 @@ def renew(names: list[str]) -> None:
     """Writes the files of these programs."""
     FOLDER.mkdir(exist_ok=True)
     for name in names:
-        path, kept = FOLDER / f"{name}.json", {**summarize(PROGRAMS[name]()), "versions": versions()}
+        path, kept = (
+            FOLDER / f"{name}.json",
+            {**summarize(PROGRAMS[name]()), "versions": versions()},
+        )
         before = json.loads(path.read_text()) if path.exists() else None
         path.write_text(json.dumps(kept, indent=1) + "\n")
-        print(f"{name}: {'as before' if kept == before else 'renewed'}, {kept['predicted ms']} ms", flush=True)
+        print(
+            f"{name}: {'as before' if kept == before else 'renewed'}, {kept['predicted ms']} ms",
+            flush=True,
+        )
 
 
 def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What a summary says otherwise than before, a line for each.
 
-    Matmuls, where gradients are added and what no step may hold are compared exactly: one of them is a change of form.
-    All other figures may differ by 2%, and by 8 launches a step: a small kernel more in a micro-batch is no news.
+    Matmuls, where gradients are added and what no step may hold are compared exactly: one of them
+        is a change of form.
+    All other figures may differ by 2%, and by 8 launches a step: a small kernel more in a
+    micro-batch is no news.
     """
     found = []
     for name in sorted({*kept, *now} - {"versions"}):
         before, after = (each.get(name) for each in (kept, now))
         if isinstance(before, dict) and isinstance(after, dict):
             slack = 0 if name in ("matmuls", "weight gradients added") else 8
-            pairs = {f"{name}, {key}": (before.get(key, 0), after.get(key, 0)) for key in sorted({*before, *after})}
+            pairs = {
+                f"{name}, {key}": (before.get(key, 0), after.get(key, 0))
+                for key in sorted({*before, *after})
+            }
         else:
             slack, pairs = 0, {name: (before, after)}
         for label, (old, new) in pairs.items():
             counted = isinstance(old, int) and not slack
-            if old != new and (counted or None in (old, new) or abs(new - old) > max(slack, 0.02 * abs(old))):
+            if old != new and (
+                counted or None in (old, new) or abs(new - old) > max(slack, 0.02 * abs(old))
+            ):
                 found.append(f"{label}: {old} -> {new}")
     return found
 

@@ -45,4 +45,6 @@ def export(options: JaxGpt) -> bytes:
     ids = jax.ShapeDtypeStruct((sizes.micro_batches, sizes.batch, sizes.context), jnp.int32)
     with cudnn_of_the_described_gpu():
         traced = scan_train_step(loss_fn, optimizer).trace(params, opt_state, ids, ids)
-        return stablehlo.serialized(traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo"))
+        return stablehlo.serialized(
+            traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+        )

@@ -1,12 +1,17 @@
-"""XLA's optimized HLO for a GPU as the kernels that it launches: what each computes, and the bytes that it moves.
+"""XLA's optimized HLO for a GPU as the kernels that it launches: what each computes, and the bytes
+that it moves.
 
-What a kernel moves is what it must read and write in memory once: each operand that it reads, of one that it slices or
-gathers from the slices alone; each result that it writes, of one that it updates in place the update alone. What
-caches hold from one kernel to the next, and what a matmul reads twice, is not known here.
+What a kernel moves is what it must read and write in memory once: each operand that it reads, of
+    one that it slices or
+gathers from the slices alone; each result that it writes, of one that it updates in place the
+update alone. What caches hold from one kernel to the next, and what a matmul reads twice, is not
+known here.
 
-FLOPs are those of matmuls and convolutions, two for a multiplication and its addition: elementwise arithmetic
-hides behind memory. Convolutions count no products with their padding. Attention by cuDNN is two matmuls forward and
-five backward (the scores again, and the gradients of values, weights, queries and keys), causal attention half of
+FLOPs are those of matmuls and convolutions, two for a multiplication and its addition: elementwise
+    arithmetic
+hides behind memory. Convolutions count no products with their padding. Attention by cuDNN is two
+matmuls forward and five backward (the scores again, and the gradients of values, weights, queries
+and keys), causal attention half of
 that: what is masked is skipped in blocks.
 """
 
@@ -19,9 +24,39 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks.stablehlo import hlo
 
-BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
-BYTES |= {"s8": 1, "u8": 1, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1}
-FREE = ("after-all", "bitcast", "constant", "domain", "get-tuple-element", "opt-barrier", "parameter", "partition-id")
+BYTES = {
+    "pred": 1,
+    "s4": 0.5,
+    "u4": 0.5,
+    "s16": 2,
+    "u16": 2,
+    "f16": 2,
+    "bf16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+}
+BYTES |= {
+    "s8": 1,
+    "u8": 1,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "c64": 8,
+    "c128": 16,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
+}
+FREE = (
+    "after-all",
+    "bitcast",
+    "constant",
+    "domain",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+)
 FREE += ("replica-id", "tuple")  # nothing is launched for these
 HOST = ("conditional", "infeed", "outfeed", "recv", "send")  # these wait for it
 SLICES = ("dynamic-slice", "gather", "slice")  # read no more of their operand than they yield
@@ -37,12 +72,12 @@ Computations = dict[str, list[hlo.Instruction]]
 class Kernel:
     """One launch.
 
-    Attributes:
-        name: of its instruction.
-        kind: "gemm", "convolution", "attention"; of a fusion "scatter", "reduce", "transpose", "gather", "convert",
-            "slice" (which copies one, or writes one), "fill", "elementwise"; or its opcode, such as "copy", or a custom
-            call's target.
-        scope: where it comes from, as the framework names it; where XLA does not say, the loop around it, and "/".
+    Attributes: name: of its instruction. kind: "gemm", "convolution", "attention"; of a fusion
+        "scatter", "reduce", "transpose", "gather", "convert",
+            "slice" (which copies one, or writes one), "fill", "elementwise"; or its opcode, such as
+            "copy", or a custom call's target.
+        scope: where it comes from, as the framework names it; where XLA does not say, the loop
+            around it, and "/".
         types: of a matmul "bf16 x bf16 -> f32"; the results' types of all others.
         flops: of its matmuls, each time.
         bytes: read and written, each time.
@@ -68,7 +103,8 @@ class Kernel:
 def read(text: str) -> list[Kernel]:
     """The kernels that a program launches, in the order of its schedule.
 
-    Of a conditional's branches the one that moves most is taken; a loop of unknown length counts once (`facts` tells).
+    Of a conditional's branches the one that moves most is taken; a loop of unknown length counts
+    once (`facts` tells).
 
     Args:
         text: an HLO module, optimized for a GPU and scheduled.
@@ -82,7 +118,9 @@ class _Reader:
     computations: Computations
 
     def launches(self, computation: str, loops: tuple[int, ...], around: str) -> Iterator[Kernel]:
-        """Those of a computation, and of what it calls, inside loops and the scope of the innermost."""
+        """Those of a computation, and of what it calls, inside loops and the scope of the
+        innermost.
+        """
         lines = {line.name: line for line in self.computations[computation]}
         for line in lines.values():
             opcode = line.opcode
@@ -90,14 +128,19 @@ class _Reader:
             if nothing or opcode.endswith(("-done", "-update")):
                 continue
             if opcode == "while":
-                yield from self.launches(line.called("body"), (*loops, line.trip_count or 1), _scope([line]))
+                yield from self.launches(
+                    line.called("body"), (*loops, line.trip_count or 1), _scope([line])
+                )
             elif opcode == "call":
                 yield from self.launches(line.called("to_apply"), loops, around)
             elif opcode == "async-start":
                 yield from self.launches(line.called("calls"), loops, around)
             elif opcode == "conditional":
                 branches = [list(self.launches(name, loops, around)) for name in _branches(line)]
-                yield from max(branches, key=lambda kernels: sum(kernel.bytes * kernel.times for kernel in kernels))
+                yield from max(
+                    branches,
+                    key=lambda kernels: sum(kernel.bytes * kernel.times for kernel in kernels),
+                )
             else:
                 kernel = self.kernel(line, lines)
                 yield dataclasses.replace(kernel, loops=loops, scope=kernel.scope or f"{around}/")
@@ -111,13 +154,17 @@ class _Reader:
         else:
             kind, types, flops = _alone(line, operands)
             moved = _moved_alone(line, operands)
-        return Kernel(line.name, kind, _scope([line, *(fused or ())]), types, flops, moved, results=line.types)
+        return Kernel(
+            line.name, kind, _scope([line, *(fused or ())]), types, flops, moved, results=line.types
+        )
 
     def fusion(self, line: hlo.Instruction, fused: list[hlo.Instruction]) -> tuple[str, str, float]:
         inner = list(self.nested(fused))
         products = [(each, lines) for each, lines in inner if each.opcode in ("dot", "convolution")]
         if products:
-            counted = [_alone(each, [lines[name] for name in each.operands]) for each, lines in products]
+            counted = [
+                _alone(each, [lines[name] for name in each.operands]) for each, lines in products
+            ]
             return counted[0][0], counted[0][1], sum(flops for _, _, flops in counted)
         opcodes = {each.opcode for each, _ in inner}
         kind = next((name for name in NAMED if name in opcodes), "elementwise")
@@ -129,7 +176,9 @@ class _Reader:
                 kind = "convert" if "convert" in arrays else "slice"
         return kind, _types(line), 0.0
 
-    def nested(self, lines: list[hlo.Instruction]) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction]]]:
+    def nested(
+        self, lines: list[hlo.Instruction]
+    ) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction]]]:
         by_name = {line.name: line for line in lines}
         for line in lines:
             yield line, by_name
@@ -157,10 +206,14 @@ def size(types: Iterable[tuple[str, tuple[int, ...]]]) -> float:
 
 
 def _moved(fused: list[hlo.Instruction], operands: list[tuple]) -> float:
-    """Bytes that a fusion reads and writes: from its results backwards, how much is needed of each value within."""
+    """Bytes that a fusion reads and writes: from its results backwards, how much is needed of each
+    value within.
+    """
     lines = {line.name: line for line in fused}
     root = next(line for line in fused if line.is_root)
-    results = [_behind(name, lines) for name in (root.operands if root.opcode == "tuple" else [root.name])]
+    results = [
+        _behind(name, lines) for name in (root.operands if root.opcode == "tuple" else [root.name])
+    ]
     in_place = {result.name for result in results if _updates_in_place(result, lines)}
     needed = dict.fromkeys(lines, 0.0)  # elements
     for result in results:
@@ -196,7 +249,10 @@ def _written(result: hlo.Instruction, lines: dict[str, hlo.Instruction], in_plac
 
 def _updates_in_place(result: hlo.Instruction, lines: dict[str, hlo.Instruction]) -> bool:
     """Whether it updates what is as it was before the kernel: then that buffer is the result's."""
-    return result.opcode == "dynamic-update-slice" and _behind(result.operands[0], lines).opcode == "parameter"
+    return (
+        result.opcode == "dynamic-update-slice"
+        and _behind(result.operands[0], lines).opcode == "parameter"
+    )
 
 
 def _behind(name: str, lines: dict[str, hlo.Instruction]) -> hlo.Instruction:
@@ -225,7 +281,9 @@ def _results(line: hlo.Instruction) -> int:
 
 
 def _alone(line: hlo.Instruction, operands: list[hlo.Instruction]) -> tuple[str, str, float]:
-    """Kind, types and FLOPs of an instruction that is a kernel by itself, or a product within one."""
+    """Kind, types and FLOPs of an instruction that is a kernel by itself, or a product within
+    one.
+    """
     target = re.search(r'custom_call_target="([^"]*)"', line.attributes)
     kind = target[1] if target else line.opcode.removesuffix("-start")
     if kind == "dot" or kind.startswith("__cublas$"):
@@ -244,7 +302,9 @@ def _gemm_flops(line: hlo.Instruction, operands: list[hlo.Instruction]) -> float
 
 
 def _attention_flops(line: hlo.Instruction, operands: list[hlo.Instruction], kind: str) -> float:
-    scores = re.search(r'"intermediate_tensor_shape":\s*\{[^{}]*"dimensions":\s*\[([^\]]*)\]', line.attributes)
+    scores = re.search(
+        r'"intermediate_tensor_shape":\s*\{[^{}]*"dimensions":\s*\[([^\]]*)\]', line.attributes
+    )
     causal = "CAUSAL" in line.attributes
     products = 5 if "Backward" in kind else 2
     elements = math.prod(int(number) for number in re.findall(r"\d+", scores[1]))
@@ -261,8 +321,13 @@ def _convolution_flops(line: hlo.Instruction, operands: list[hlo.Instruction], k
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
     window = dict(re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=([\w\-]+)", line.attributes))
     axes = [label for label in labels[1] if label.isdigit()]
-    steps = [_meeting(i, axis, window, labels, image, filters, result) for i, axis in enumerate(axes)]
-    batch, depth = result[labels[3].index("b")], math.prod(filters[labels[2].index(each)] for each in "io")
+    steps = [
+        _meeting(i, axis, window, labels, image, filters, result) for i, axis in enumerate(axes)
+    ]
+    batch, depth = (
+        result[labels[3].index("b")],
+        math.prod(filters[labels[2].index(each)] for each in "io"),
+    )
     return 2.0 * batch * depth * math.prod(steps)
 
 
@@ -273,7 +338,9 @@ def _meeting(i, axis, window, labels, image, filters, result) -> int:
         return window[name].split("x")[i] if name in window else default
 
     before = int(entry("pad", "0_0").split("_")[0])
-    stride, dilated, spread = (int(entry(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    stride, dilated, spread = (
+        int(entry(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate")
+    )
     length = (image[labels[1].index(axis)] - 1) * dilated + 1
     places = [
         output * stride + weight * spread - before
@@ -293,10 +360,17 @@ def _types(line: hlo.Instruction) -> str:
 
 def _branches(line: hlo.Instruction) -> list[str]:
     named = re.search(r"branch_computations=\{([^}]*)\}", line.attributes)
-    return re.findall(r"%([\w.\-]+)", named[1]) if named else [line.called(f"{it}_computation") for it in BOTH]
+    return (
+        re.findall(r"%([\w.\-]+)", named[1])
+        if named
+        else [line.called(f"{it}_computation") for it in BOTH]
+    )
 
 
 def _scope(lines: list[hlo.Instruction]) -> str:
     """The first name that the framework gave: the kernel's own, or the last within it."""
-    names = (re.search(r'op_name="([^"]*)"', line.attributes) for line in (lines[0], *reversed(lines[1:])))
+    names = (
+        re.search(r'op_name="([^"]*)"', line.attributes)
+        for line in (lines[0], *reversed(lines[1:]))
+    )
     return next((name[1] for name in names if name), "")

@@ -26,9 +26,14 @@ def of(program: Compiled, sizes: Gpt, rates: roofline.Rates) -> dict[str, Any]:
         "attention ms": sum(timed.ms for timed in attention),
         "attention launches": _launches(attention, sizes),
         "loss launches": _launches(loss, sizes),
-        "wide matmuls": sum(count for types, count in whole["matmuls"].items() if types.startswith("f32")),
+        "wide matmuls": sum(
+            count for types, count in whole["matmuls"].items() if types.startswith("f32")
+        ),
     }
 
 
 def _launches(timed, sizes):
-    return sum(each.kernel.times for each in timed if parts.in_micro_batch(each.kernel, sizes)) / sizes.micro_batches
+    return (
+        sum(each.kernel.times for each in timed if parts.in_micro_batch(each.kernel, sizes))
+        / sizes.micro_batches
+    )

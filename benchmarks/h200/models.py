@@ -1,4 +1,5 @@
-"""Train steps of models that people bring, of Keras and KerasHub, with their attention fused and as it is.
+"""Train steps of models that people bring, of Keras and KerasHub, with their attention fused and as
+it is.
 
 Needs KerasHub (`pip install -e ".[test,h200,zoo]"`) for all but Keras's own.
 """
@@ -34,7 +35,9 @@ def keras_gpt(layers: int, context: int) -> keras.Model:
         x = x + keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS)(h, h, use_causal_mask=True)
         h = keras.layers.LayerNormalization()(x)
         x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(4 * WIDTH, activation="gelu")(h))
-    return keras.Model(ids, keras.layers.Dense(VOCABULARY, use_bias=False)(keras.layers.LayerNormalization()(x)))
+    return keras.Model(
+        ids, keras.layers.Dense(VOCABULARY, use_bias=False)(keras.layers.LayerNormalization()(x))
+    )
 
 
 def _hub(name: str, **options: Any) -> Callable[[int, int], keras.Model]:
@@ -42,18 +45,29 @@ def _hub(name: str, **options: Any) -> Callable[[int, int], keras.Model]:
         from keras_hub import models
 
         length = {"max_sequence_length": context} if name == "GPT2" else {}
-        backbone = getattr(models, f"{name}Backbone")(num_layers=layers, **SIZES, **options, **length)
+        backbone = getattr(models, f"{name}Backbone")(
+            num_layers=layers, **SIZES, **options, **length
+        )
         return getattr(models, f"{name}CausalLM")(backbone)
 
     return make
 
 
 def bert(layers: int, context: int, dropout: float = 0.1) -> keras.Model:
-    """Builds KerasHub's classifier of BERT base's width; the dropout of 0.1 is that which it has by default."""
+    """Builds KerasHub's classifier of BERT base's width; the dropout of 0.1 is that which it has by
+    default.
+    """
     from keras_hub import models
 
-    sizes = {"vocabulary_size": BERT_VOCABULARY, "num_heads": 12, "hidden_dim": 768, "intermediate_dim": 3072}
-    backbone = models.BertBackbone(num_layers=layers, **sizes, max_sequence_length=context, dropout=dropout)
+    sizes = {
+        "vocabulary_size": BERT_VOCABULARY,
+        "num_heads": 12,
+        "hidden_dim": 768,
+        "intermediate_dim": 3072,
+    }
+    backbone = models.BertBackbone(
+        num_layers=layers, **sizes, max_sequence_length=context, dropout=dropout
+    )
     return models.BertTextClassifier(backbone, num_classes=2, dropout=dropout)
 
 
@@ -86,10 +100,15 @@ MODELS: dict[str, Callable[[int, int], keras.Model]] = {
 
 
 def compile_step(
-    name: str, layers: int, batch: int, context: int, flash_attention: Any = "auto", policy: Policy = None
+    name: str,
+    layers: int,
+    batch: int,
+    context: int,
+    flash_attention: Any = "auto",
+    policy: Policy = None,
 ) -> programs.Compiled:
-    """Compiles a train step of 8 micro-batches: mixed_bfloat16, AdamW, clipping, accuracy and, but for the classifiers,
-    `fa.LinearCrossEntropy`; `policy` is that of `fa.remat`.
+    """Compiles a train step of 8 micro-batches: mixed_bfloat16, AdamW, clipping, accuracy and, but
+    for the classifiers, `fa.LinearCrossEntropy`; `policy` is that of `fa.remat`.
     """
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
@@ -98,7 +117,9 @@ def compile_step(
             model = fa.remat(MODELS[name](layers, context), policy)
             classifies = name.startswith("bert")
             loss = (
-                keras.losses.SparseCategoricalCrossentropy(from_logits=True) if classifies else fa.LinearCrossEntropy()
+                keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+                if classifies
+                else fa.LinearCrossEntropy()
             )
             optimizer = keras.optimizers.AdamW(3e-4, weight_decay=0.1)
             options = {"clip_norm": 1.0, "flash_attention": flash_attention}
@@ -112,7 +133,8 @@ def compile_step(
     finally:
         keras.config.set_dtype_policy(before)
         keras.backend.clear_session()
-    # Of a token: 6 for each parameter of a product, and for each layer, channel and position of causal attention.
+    # Of a token: 6 for each parameter of a product, and for each layer, channel and position of
+    # causal attention.
     per_token = 6 * (inner + VOCABULARY * WIDTH) + 6 * layers * WIDTH * context
     if classifies:  # no head over the vocabulary, and every token sees every other
         per_token = 6 * inner + 12 * layers * 768 * context
@@ -120,12 +142,18 @@ def compile_step(
 
 
 def table(
-    names: Iterable[str], rates: roofline.Rates, sizes: Sequence[int], policies: Sequence[Policy] = ()
+    names: Iterable[str],
+    rates: roofline.Rates,
+    sizes: Sequence[int],
+    policies: Sequence[Policy] = (),
 ) -> Iterator[str]:
-    """Yields the lines of a table in Markdown: MFU and temporary memory of each model, fused and as it is; or fused,
-    with each of the policies of `fa.remat`.
+    """Yields the lines of a table in Markdown: MFU and temporary memory of each model, fused and as
+    it is; or fused, with each of the policies of `fa.remat`.
     """
-    named = [each if isinstance(each, str) else ", ".join(each or ["nothing recomputed"]) for each in policies]
+    named = [
+        each if isinstance(each, str) else ", ".join(each or ["nothing recomputed"])
+        for each in policies
+    ]
     forms = {name: {"policy": policy} for name, policy in zip(named, policies, strict=True)}
     forms = forms or {"unfused": {"flash_attention": False}, "fused": {}}
     layers, batch, context = sizes
@@ -134,5 +162,8 @@ def table(
     yield f"| --- |{' ---: |' * len(titles)}"
     for name in names:
         steps = [compile_step(name, *sizes, **form) for form in forms.values()]
-        mfu = [f"{roofline.predict(step.kernels, rates).mfu(step.flops or 0):.0%}" for step in steps]
-        yield f"| {' | '.join([name, *mfu, *(f'{step.memory.temp_bytes / 1e9:.1f}' for step in steps)])} |"
+        mfu = [
+            f"{roofline.predict(step.kernels, rates).mfu(step.flops or 0):.0%}" for step in steps
+        ]
+        gigabytes = [f"{step.memory.temp_bytes / 1e9:.1f}" for step in steps]
+        yield f"| {' | '.join([name, *mfu, *gigabytes])} |"

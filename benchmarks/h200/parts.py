@@ -1,8 +1,9 @@
-"""Which part of a train step a kernel belongs to, by the names that TensorFlow and JAX give it: one table for both.
+"""Which part of a train step a kernel belongs to, by the names that TensorFlow and JAX give it: one
+table for both.
 
-A name under "gradient_tape" in TensorFlow or "transpose" in JAX is of the backward pass; one under a LayerStack's
-loop there is of the layers once more. XLA hands a fusion the name of one of its operations, so what it fuses across a
-border counts on one side of it.
+A name under "gradient_tape" in TensorFlow or "transpose" in JAX is of the backward pass; one under
+a LayerStack's loop there is of the layers once more. XLA hands a fusion the name of one of its
+operations, so what it fuses across a border counts on one side of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from benchmarks.h200.kernels import Kernel
 from benchmarks.h200.programs import Gpt
 from benchmarks.h200.roofline import Prediction
 
-MATMULS, ATTENTION, RECOMPUTED, LOSS, NORMS = "matmuls", "attention", "recomputed", "head and loss", "norms"
+MATMULS, ATTENTION, RECOMPUTED, LOSS, NORMS = (
+    "matmuls",
+    "attention",
+    "recomputed",
+    "head and loss",
+    "norms",
+)
 ELEMENTWISE, EMBEDDING, SUMS = "elementwise", "embedding", "sums of gradients"
 MOVES, UPDATE = "slices, copies, transposes", "once a step"
 # In the order in which pictures stack them.
@@ -42,7 +49,9 @@ def part(kernel: Kernel, sizes: Gpt) -> str:
         return ATTENTION
     if kernel.kind == "gemm":
         return MATMULS
-    if "accumulate/" in scope or yields_weight_gradient(kernel, [*matrices(sizes), (sizes.vocabulary, sizes.width)]):
+    if "accumulate/" in scope or yields_weight_gradient(
+        kernel, [*matrices(sizes), (sizes.vocabulary, sizes.width)]
+    ):
         return SUMS
     if kernel.kind == "scatter" or "embedding" in scope:
         return EMBEDDING
@@ -76,11 +85,15 @@ def in_micro_batch(kernel: Kernel, sizes: Gpt) -> bool:
 
 
 def yields_weight_gradient(kernel: Kernel, shapes: list[tuple[int, int]]) -> bool:
-    """Whether a kernel, no matmul, writes float32 arrays of these shapes, of one layer, all layers or partial sums."""
+    """Whether a kernel, no matmul, writes float32 arrays of these shapes, of one layer, all layers
+    or partial sums.
+    """
     if kernel.kind in ("gemm", "attention"):
         return False
     wanted = {tuple(sorted(shape)) for shape in shapes}
-    return any(dtype == "f32" and tuple(sorted(array[-2:])) in wanted for dtype, array in kernel.results)
+    return any(
+        dtype == "f32" and tuple(sorted(array[-2:])) in wanted for dtype, array in kernel.results
+    )
 
 
 def _scope(kernel):

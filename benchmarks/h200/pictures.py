@@ -39,7 +39,8 @@ def draw(found: Found, before: dict[str, Any], folder: Path) -> dict[str, Path]:
     titled = {"where the time goes, 4 layers": _bars(shown)}
     for key, factor, label in (("MFU", 100, "MFU, %"), ("temp GB", 1, "temp memory, GB")):
         titled[f"{label.partition(',')[0]} against sizes"] = charts.draw_lines(
-            f"{label}: one size at a time; else 4 layers, 16,384 tokens, T 2,048, width 2,048, vocabulary 50,304",
+            f"{label}: one size at a time; else 4 layers, 16,384 tokens, T 2,048, width 2,048, "
+            "vocabulary 50,304",
             {axis: _lines(found, axis, key, factor, label) for axis in AXES},
         )
     return {title: charts.save(figure, folder, title) for title, figure in titled.items()}
@@ -62,8 +63,12 @@ def _bars(shown):
     for number, part in enumerate(PARTS):
         widths = [figures["parts"][part] for figures in shown.values()]
         colour = colours[2 * number % 20 + (number >= 10)]
-        axis.barh(list(shown), widths, left=list(start.values()), height=0.72, color=colour, label=part)
-        start = {name: left + width for (name, left), width in zip(start.items(), widths, strict=True)}
+        axis.barh(
+            list(shown), widths, left=list(start.values()), height=0.72, color=colour, label=part
+        )
+        start = {
+            name: left + width for (name, left), width in zip(start.items(), widths, strict=True)
+        }
     for row, figures in enumerate(shown.values()):
         text = f"{figures['predicted ms']:,.0f} ms, {figures['MFU']:.0%}"
         axis.text(figures["predicted ms"] + 0.008 * longest, row, text, va="center", fontsize=9)

@@ -29,7 +29,8 @@ CACHE = Path(tempfile.gettempdir(), f"fastaccum-h200-{os.getuid()}")
 
 @dataclasses.dataclass(frozen=True)
 class Gpt:
-    """A GPT and its train step: `fa.gpt` with a tied head, AdamW, clipping by global norm, `fa.LinearCrossEntropy`.
+    """A GPT and its train step: `fa.gpt` with a tied head, AdamW, clipping by global norm,
+    `fa.LinearCrossEntropy`.
 
     Attributes:
         layers, width, vocabulary, context: its sizes; heads are 128 wide.
@@ -65,13 +66,13 @@ class Gpt:
 
 @dataclasses.dataclass(frozen=True)
 class JaxGpt:
-    """A GPT in JAX and its train step: a scan over the micro-batches, optax's AdamW after a clip by global norm.
+    """A GPT in JAX and its train step: a scan over the micro-batches, optax's AdamW after a clip by
+    global norm.
 
-    Attributes:
-        form: "scan" over the blocks; "remat", the same with each block under `jax.checkpoint`; or "unrolled".
-        attention: the `implementation` of `jax.nn.dot_product_attention`.
-        logits: the dtype that they are held in.
-        sizes: where the sizes and the dtype of the model are taken from.
+    Attributes: form: "scan" over the blocks; "remat", the same with each block under
+        `jax.checkpoint`; or "unrolled". attention: the `implementation` of
+        `jax.nn.dot_product_attention`. logits: the dtype that they are held in. sizes: where the
+        sizes and the dtype of the model are taken from.
     """
 
     form: Literal["scan", "remat", "unrolled"] = "scan"
@@ -112,12 +113,22 @@ class Compiled:
 def gpt(options: Gpt) -> Compiled:
     """Our program for these options."""
     policy = "float32" if options.dtype == "float32" else f"mixed_{options.dtype}"
-    sizes = (options.vocabulary, options.context, options.width, options.layers, options.width // 128)
-    form = {"stacked": options.stacked} | ({} if options.policy == "auto" else {"policy": options.policy})
+    sizes = (
+        options.vocabulary,
+        options.context,
+        options.width,
+        options.layers,
+        options.width // 128,
+    )
+    form = {"stacked": options.stacked} | (
+        {} if options.policy == "auto" else {"policy": options.policy}
+    )
     with h200.weightless(), _attention(options.attention):
         model = fa.gpt(*sizes, tied=True, dtype=policy, **form)
         loss = fa.LinearCrossEntropy(chunk_size=options.chunk_size)
-        trainer = fa.Trainer(model, keras.optimizers.AdamW(3e-4, weight_decay=0.1), loss, clip_norm=1.0)
+        trainer = fa.Trainer(
+            model, keras.optimizers.AdamW(3e-4, weight_decay=0.1), loss, clip_norm=1.0
+        )
         ids = np.zeros((options.micro_batches, options.batch, options.context), "int32")
         program = of_trainer(trainer, (ids, ids))
     keras.backend.clear_session()
@@ -145,7 +156,9 @@ def _matrices(model: Any) -> Iterator[tuple[int, int]]:
 
 
 def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
-    """The optimized HLO of StableHLO and its memory; compiled once, and read from a file of `CACHE` afterwards."""
+    """The optimized HLO of StableHLO and its memory; compiled once, and read from a file of `CACHE`
+    afterwards.
+    """
     compiler = importlib.metadata.version("jaxlib"), h200.H200, *sorted(flags.items())
     key = hashlib.sha256(repr((exported, compiler)).encode()).hexdigest()
     path = CACHE / f"{key[:32]}.json.gz"
@@ -161,4 +174,8 @@ def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
 
 
 def _attention(implementation: str) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if implementation == "auto" else export.attention_by(implementation)
+    return (
+        contextlib.nullcontext()
+        if implementation == "auto"
+        else export.attention_by(implementation)
+    )

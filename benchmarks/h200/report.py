@@ -1,4 +1,6 @@
-"""The dated report on the programs compiled for an H200: tables, pictures, and what they cannot tell."""
+"""The dated report on the programs compiled for an H200: tables, pictures, and what they cannot
+tell.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Run(NamedTuple):
 
 
 def write(rates: Any, folder: Path | None = None, processes: int = 2) -> Path:
-    """Compiles all programs, and writes `README.md`, pictures and `figures.json`; returns the folder.
+    """Compiles all programs, and writes `README.md`, pictures and `figures.json`; returns the
+    folder.
 
     Args:
         rates: `roofline.Rates` of the device.
@@ -53,7 +56,9 @@ def write(rates: Any, folder: Path | None = None, processes: int = 2) -> Path:
     Raises:
         SystemExit: a package is missing.
     """
-    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    missing = [
+        package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None
+    ]
     if missing:
         raise SystemExit(
             f'The report needs {", ".join(missing)}. In a clone: pip install -c constraints.txt -e ".[test,bench,h200]"'
@@ -76,8 +81,15 @@ def write(rates: Any, folder: Path | None = None, processes: int = 2) -> Path:
     drawn = pictures.draw(run.found, run.before["programs"], folder)
     (folder / "README.md").write_text(markdown(run, drawn))
     programs = {str(case): figures[case] for case in sorted(figures, key=str)}
-    about = {"date": run.date, "rates": run.rates, "versions": run.versions, "head memory": run.head_memory}
-    (folder / "figures.json").write_text(json.dumps({**about, "programs": programs}, indent=1) + "\n")
+    about = {
+        "date": run.date,
+        "rates": run.rates,
+        "versions": run.versions,
+        "head memory": run.head_memory,
+    }
+    (folder / "figures.json").write_text(
+        json.dumps({**about, "programs": programs}, indent=1) + "\n"
+    )
     return folder
 
 
@@ -91,10 +103,11 @@ def markdown(run: Run, drawn: dict[str, Path]) -> str:
         "\n\n".join(
             (
                 f"# Predicted for an H200, {run.date}",
-                f"No GPU was at hand: these programs were compiled for an H200 by the XLA of jaxlib {jaxlib}, and put "
-                "on a roofline. Nothing has run, and every time below is a prediction. A step is 8 micro-batches of 8 "
-                "sequences of 2,048 tokens, through a GPT of width 2,048 with 16 heads and a tied head of 50,304 ids, "
-                "in bfloat16, with AdamW and a clip by global norm.",
+                "No GPU was at hand: these programs were compiled for an H200 by the XLA of "
+                f"jaxlib {jaxlib}, and put on a roofline. Nothing has run, and every time below "
+                "is a prediction. A step is 8 micro-batches of 8 sequences of 2,048 tokens, "
+                "through a GPT of width 2,048 with 16 heads and a tied head of 50,304 ids, in "
+                "bfloat16, with AdamW and a clip by global norm.",
                 "## Measures",
                 _measures(run),
                 "## Where the time goes",
@@ -106,9 +119,10 @@ def markdown(run: Run, drawn: dict[str, Path]) -> str:
                 "## Against sizes",
                 *others,
                 "## What was lost, and is lost",
-                f"In milliseconds of a step, 4 layers; in brackets 24 layers. Before: commit {run.before['commit']}, "
-                "compiled and read in the same way; its presets' attention was the portable one. What was elementwise "
-                "in its second forward pass counts in row 2, and where there is none in row 5.",
+                "In milliseconds of a step, 4 layers; in brackets 24 layers. Before: commit "
+                f"{run.before['commit']}, compiled and read in the same way; its presets' "
+                "attention was the portable one. What was elementwise in its second forward "
+                "pass counts in row 2, and where there is none in row 5.",
                 _losses(run),
                 "## How it is counted",
                 COUNTED,
@@ -165,7 +179,8 @@ def _measures(run: Run) -> str:
             row.ours,
             row.theirs,
             f"{row.value:.2f}" if row.is_ratio else "",
-            ("at least " if row.at_least else "at most ") + (f"{row.bar:.0%}" if _is_mfu(row) else f"{row.bar:g}"),
+            ("at least " if row.at_least else "at most ")
+            + (f"{row.bar:.0%}" if _is_mfu(row) else f"{row.bar:g}"),
             "yes" if row.is_met else "**no**",
         )
         for row in measures(run.found, run.head_memory)
@@ -209,7 +224,10 @@ def _programs(run: Run) -> str:
         "serial ms": ",.0f",
         "MFU": ".0%",
     }
-    rows = [(name, *(cell(name, key, form) for key, form in columns.items())) for name in {**OURS, **JAX}]
+    rows = [
+        (name, *(cell(name, key, form) for key, form in columns.items()))
+        for name in {**OURS, **JAX}
+    ]
     return _table(("program", *columns), rows)
 
 

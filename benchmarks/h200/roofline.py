@@ -1,6 +1,7 @@
 """How long a program's kernels take at least, at stated rates; predicted, not measured.
 
-A kernel takes the longest of its arithmetic, its memory traffic and a launch. What no device has told: which form of a
+A kernel takes the longest of its arithmetic, its memory traffic and a launch. What no device has
+    told: which form of a
 matmul autotuning finds, what caches save, what clocks do under load.
 """
 
@@ -92,7 +93,9 @@ class Prediction:
 
     def launches(self, micro_batches: int) -> float:
         """Launches a micro-batch: those in loops over the micro-batches."""
-        inside = (timed.kernel for timed in self.kernels if timed.kernel.loops[:1] == (micro_batches,))
+        inside = (
+            timed.kernel for timed in self.kernels if timed.kernel.loops[:1] == (micro_batches,)
+        )
         return sum(kernel.times for kernel in inside) / micro_batches
 
 
@@ -104,6 +107,8 @@ def predict(kernels: list[Kernel], rates: Rates | None = None) -> Prediction:
 
 def _timed(kernel: Kernel, rates: Rates) -> Timed:
     half = not kernel.types.startswith("f32")
-    rate = (rates.half if half else rates.tf32) * (rates.attention if kernel.kind == "attention" else 1)
+    rate = (rates.half if half else rates.tf32) * (
+        rates.attention if kernel.kind == "attention" else 1
+    )
     parts = (kernel.flops / rate, kernel.bytes / rates.bandwidth, rates.launch)
     return Timed(kernel, *(1e3 * kernel.times * part for part in parts))

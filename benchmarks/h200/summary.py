@@ -60,22 +60,31 @@ def added(program: Compiled) -> dict[str, int]:
 
 
 def accumulation(program: Compiled) -> float | None:
-    """What accumulating the gradients of `program.matrices` moves a micro-batch, in sizes of their accumulators.
+    """What accumulating the gradients of `program.matrices` moves a micro-batch, in sizes of their
+    accumulators.
 
-    A gradient that its matmul writes, and that a kernel reads and adds to the accumulator, moves 4; one that is added
-    in its matmul's epilogue 2. Counted is what writes float32 of a gradient's or a stack's shape in the loop over the
+    A gradient that its matmul writes, and that a kernel reads and adds to the accumulator, moves 4;
+    one that is added in its matmul's epilogue 2. Counted is what writes float32 of a gradient's or
+    a stack's shape in the loop over the
     micro-batches: no activation may have such a shape.
     """
     depths = collections.Counter(program.matrices)
-    shapes = {_size_ordered((each, *shape)) for shape, depth in depths.items() for each in (1, depth)}
+    shapes = {
+        _size_ordered((each, *shape)) for shape, depth in depths.items() for each in (1, depth)
+    }
     whole = 4.0 * sum(math.prod(shape) for shape in program.matrices)
     moved = 4.0 * sum(
-        math.prod(each.shape) * each.times / program.micro_batches  # the accumulator is read there too
+        # the accumulator is read there too
+        math.prod(each.shape) * each.times / program.micro_batches
         for each in program.values.weight_gradients(program.matrices)
         if each.added == "epilogue"
     )
     for kernel in program.kernels:
-        written = [result for result in kernel.results if result[0] == "f32" and _size_ordered(result[1]) in shapes]
+        written = [
+            result
+            for result in kernel.results
+            if result[0] == "f32" and _size_ordered(result[1]) in shapes
+        ]
         if written and kernel.loops[:1] == (program.micro_batches,):
             times = kernel.times / program.micro_batches
             moved += times * (kernels.size(written) if kernel.flops else kernel.bytes)
@@ -112,7 +121,9 @@ def of(program: Compiled, rates: roofline.Rates | None = None) -> dict[str, Any]
     }
 
 
-def text(program: Compiled, rows: int, rates: roofline.Rates | None = None, by: str = "scope") -> str:
+def text(
+    program: Compiled, rows: int, rates: roofline.Rates | None = None, by: str = "scope"
+) -> str:
     """Totals, kernels by kind, and the costliest.
 
     Args:
@@ -122,13 +133,29 @@ def text(program: Compiled, rows: int, rates: roofline.Rates | None = None, by: 
         by: "scope", kernels of one place and kind in one row; "kernel", each in its own.
     """
     found, totals = roofline.predict(program.kernels, rates), of(program, rates)
-    lines = [f"{name:30}{_number(value)}" for name, value in totals.items() if not isinstance(value, dict)]
+    lines = [
+        f"{name:30}{_number(value)}"
+        for name, value in totals.items()
+        if not isinstance(value, dict)
+    ]
     if totals["MFU"] is not None:
-        lines += [f"MFU is of {found.rates.half / 1e12:,.0f} TFLOP/s, which matmuls sustain, not of the peak."]
-    lines += ["", "weight gradients a micro-batch: " + ", ".join(f"{n} {it}" for it, n in totals[_ADDED].items())]
-    lines += ["matmuls a step: " + ", ".join(f"{n:,} {types}" for types, n in totals["matmuls"].items())]
+        lines += [
+            f"MFU is of {found.rates.half / 1e12:,.0f} TFLOP/s, which matmuls sustain, not of "
+            "the peak."
+        ]
+    lines += [
+        "",
+        "weight gradients a micro-batch: "
+        + ", ".join(f"{n} {it}" for it, n in totals[_ADDED].items()),
+    ]
+    lines += [
+        "matmuls a step: " + ", ".join(f"{n:,} {types}" for types, n in totals["matmuls"].items())
+    ]
     lines += ["", _HEAD + "kind"]
-    lines += [_row(group, found) + str(kind) for kind, group in grouped(found, lambda kernel: kernel.kind).items()]
+    lines += [
+        _row(group, found) + str(kind)
+        for kind, group in grouped(found, lambda kernel: kernel.kind).items()
+    ]
     lines += ["", _HEAD + "kind: types, where"]
     groups = grouped(found, _by_scope if by == "scope" else _by_kernel)
     lines += [_row(group, found) + str(name) for name, group in list(groups.items())[:rows]]
@@ -140,7 +167,8 @@ _HEAD = f"{'ms':>9}{'%':>6}{'launches':>10}{'GB':>9}{'TFLOP':>8}  "
 
 def _row(group: Group, whole: roofline.Prediction) -> str:
     part = 100 * group.ms / whole.ms
-    return f"{group.ms:9.2f}{part:6.1f}{group.launches:10,}{group.bytes / 1e9:9.2f}{group.flops / 1e12:8.2f}  "
+    time = f"{group.ms:9.2f}{part:6.1f}{group.launches:10,}"
+    return f"{time}{group.bytes / 1e9:9.2f}{group.flops / 1e12:8.2f}  "
 
 
 def _by_scope(kernel: kernels.Kernel) -> str:
@@ -152,4 +180,10 @@ def _by_kernel(kernel: kernels.Kernel) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.3g}"
+    return (
+        "-"
+        if value is None
+        else f"{value:,.0f}"
+        if value >= 100 or value == round(value)
+        else f"{value:.3g}"
+    )

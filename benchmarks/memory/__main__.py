@@ -1,7 +1,8 @@
 """What fits and what it costs: `python -m benchmarks.memory SUBCOMMAND [--quick] [--out FOLDER]`.
 
-A subcommand is a module of this package with `run(options) -> results.Result`. It is imported when it is asked for:
-what it needs need not be installed for the others. It may have `add_options(parser)` for options of its own.
+A subcommand is a module of this package with `run(options) -> results.Result`. It is imported when
+it is asked for: what it needs need not be installed for the others. It may have
+`add_options(parser)` for options of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ SUBCOMMANDS = {
     "peak": "predicted memory beside what was measured",
     "remat": "recomputation: temp memory, gradients, and time of a step",
     "warm": "a second process's first step beside the first's",
-    "shares": "what a device holds that shares the optimizer's slots with others, by XLA's plan for an H200",
+    "shares": (
+        "what a device holds that shares the optimizer's slots with others, by XLA's plan for an "
+        "H200"
+    ),
     "formula": "the formula of docs/memory.md beside XLA's plan for an H200",
 }
 
@@ -44,16 +48,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser(argv: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=__doc__.splitlines()[0]
+    )
     commands = parser.add_subparsers(required=True, dest="subcommand", metavar="SUBCOMMAND")
     for name, what in SUBCOMMANDS.items():
         if importlib.util.find_spec(_module(name)) is None:
             continue
         command = commands.add_parser(name, help=what, description=what)
         command.add_argument("--quick", action="store_true", help="the smallest cases alone")
-        command.add_argument("--out", type=Path, metavar="FOLDER", help="(benchmarks/results/, by date)")
+        command.add_argument(
+            "--out", type=Path, metavar="FOLDER", help="(benchmarks/results/, by date)"
+        )
         if name in argv[:1]:
-            getattr(importlib.import_module(_module(name)), "add_options", lambda command: None)(command)
+            getattr(importlib.import_module(_module(name)), "add_options", lambda command: None)(
+                command
+            )
     return parser
 
 

@@ -1,6 +1,8 @@
-"""What a train step of `fa.gpt` holds, by arithmetic, beside what XLA plans for an H200: docs/memory.md in code.
+"""What a train step of `fa.gpt` holds, by arithmetic, beside what XLA plans for an H200:
+docs/memory.md in code.
 
-Shape suffixes: N tokens of a micro-batch, D width, L layers, V vocabulary, H heads, P parameters. Half precision.
+Shape suffixes: N tokens of a micro-batch, D width, L layers, V vocabulary, H heads, P parameters.
+    Half precision.
 """
 
 from __future__ import annotations
@@ -31,17 +33,28 @@ BAR = 0.05
 GB = 1e9
 
 # Bytes of an optimizer's slots for each parameter.
-SLOTS = {"SGD": 0, "SGD, momentum": 4, "Lion": 4, "Adagrad": 4, "RMSprop": 4, "Adam": 8, "AdamW": 8, "Lamb": 8}
+SLOTS = {
+    "SGD": 0,
+    "SGD, momentum": 4,
+    "Lion": 4,
+    "Adagrad": 4,
+    "RMSprop": 4,
+    "Adam": 8,
+    "AdamW": 8,
+    "Lamb": 8,
+}
 
-# Bytes that a block keeps of each token for the way back, as multiples of D: in half precision 2 for each value.
-# Its input; both norms, queries, keys, values, attention's output and the residual after it (2 each); the MLP's four
-# times wider product before GELU and after it (8 each).
+# Bytes that a block keeps of each token for the way back, as multiples of D: in half precision 2
+# for each value. Its input; both norms, queries, keys, values, attention's output and the residual
+# after it (2 each); the MLP's four times wider product before GELU and after it (8 each).
 EVERYTHING = 2 + 2 * 2 + 3 * 2 + 2 + 2 + 2 * 8
-# What has a name, and the input: the fused projection, attention's output, its projection, the MLP's first product.
+# What has a name, and the input: the fused projection, attention's output, its projection, the
+# MLP's first product.
 NAMED = 2 + 3 * 2 + 2 + 2 + 8
 INPUT = 2
-# At work on the way back in a block that is computed again: all of these, and gradients: of the block's output, of the
-# residual, of queries, keys, values, attention's output and both norms' inputs, 2 each.
+# At work on the way back in a block that is computed again: all of these, and gradients: of the
+# block's output, of the residual, of queries, keys, values, attention's output and both norms'
+# inputs, 2 each.
 AT_WORK = EVERYTHING + 7 * 2
 
 
@@ -49,10 +62,8 @@ AT_WORK = EVERYTHING + 7 * 2
 class Setting:
     """A model of `fa.gpt` and how it is trained.
 
-    Attributes:
-        preset: its name in `PRESETS`.
-        rows: in a micro-batch.
-        policy: "unrolled", where no loop is over the blocks, or what the loops keep: "everything_saveable",
+    Attributes: preset: its name in `PRESETS`. rows: in a micro-batch. policy: "unrolled", where no
+        loop is over the blocks, or what the loops keep: "everything_saveable",
             "named", "nothing_saveable".
         micro_batches: in a step; at least 2.
         slots: bytes of the optimizer's slots for each parameter.
@@ -87,8 +98,8 @@ def parameters(preset: str) -> tuple[int, int]:
 def parts(setting: Setting) -> dict[str, int]:
     """Bytes by what they are for, at the step's fullest moment.
 
-    That is in the head, when the blocks' activations are kept and the loss computes its gradients, or, where blocks
-    are computed again, in the first of them on the way back.
+    That is in the head, when the blocks' activations are kept and the loss computes its gradients,
+    or, where blocks are computed again, in the first of them on the way back.
 
     >>> found = parts(Setting("1.3b", 8, "nothing_saveable"))
     >>> for name, size in found.items():
@@ -102,7 +113,9 @@ def parts(setting: Setting) -> dict[str, int]:
     a block at work 1.7 GB
     """
     size = sizes(setting.preset)
-    width, layers, heads, vocabulary = (size[name] for name in ("width", "layers", "heads", "vocabulary_size"))
+    width, layers, heads, vocabulary = (
+        size[name] for name in ("width", "layers", "heads", "vocabulary_size")
+    )
     tokens = setting.rows * size["context"]
     blocks, rest = parameters(setting.preset)
     unrolled_stack = size["stacked"] and setting.policy == "unrolled"
@@ -112,13 +125,18 @@ def parts(setting: Setting) -> dict[str, int]:
         "optimizer slots": setting.slots * (blocks + rest),
         "data": setting.copies * setting.micro_batches * tokens * (4 + 4),
         "accumulators": 4 * (blocks + rest),
-        "half-precision copies": 2 * (matrices + vocabulary * width) + 2 * matrices * unrolled_stack,
+        "half-precision copies": 2 * (matrices + vocabulary * width)
+        + 2 * matrices * unrolled_stack,
     }
     statistics = 4 * heads + 2 * 8  # attention's log-sum-exp; each norm's mean and factor
     kept = {"everything_saveable": EVERYTHING, "named": NAMED, "nothing_saveable": INPUT}
-    each = kept.get(setting.policy, EVERYTHING) * width + (0 if setting.policy == "nothing_saveable" else statistics)
+    each = kept.get(setting.policy, EVERYTHING) * width + (
+        0 if setting.policy == "nothing_saveable" else statistics
+    )
     # The last block's output, the final norm's: and rotary tables.
-    found["activations"] = tokens * (layers * each + 2 * width) + 4 * size["context"] * width // heads
+    found["activations"] = (
+        tokens * (layers * each + 2 * width) + 4 * size["context"] * width // heads
+    )
     head = head_and_loss(tokens, width, vocabulary)
     if setting.policy in ("named", "nothing_saveable"):
         # With the gradient of its widest matrix in float32, and the block's own part of the copies.
@@ -130,11 +148,13 @@ def parts(setting: Setting) -> dict[str, int]:
 
 def head_and_loss(tokens: int, width: int, vocabulary: int) -> int:
     """What the loss adds while it computes its gradients: `fa.LinearCrossEntropy` on a GPU."""
-    if tokens * vocabulary <= max(4096**2, tokens * width):  # all logits: float32, their gradients, rounded and not
+    # all logits: float32, their gradients, rounded and not
+    if tokens * vocabulary <= max(4096**2, tokens * width):
         return tokens * vocabulary * (4 + 2 + 4) + 2 * tokens * width
     chunk = tokens_at_once(tokens, vocabulary)
     logits = chunk * vocabulary * (4 + 2) + 2 * chunk * width
-    gradients = 4 * vocabulary * width + 4 * tokens * width  # of the table and of the final norm's output, in float32
+    # of the table and of the final norm's output, in float32
+    gradients = 4 * vocabulary * width + 4 * tokens * width
     # cuBLAS multiplies multiples of 16: XLA pads a copy of the table of another size.
     padded = 2 * 16 * math.ceil(vocabulary / 16) * width if vocabulary % 16 else 0
     return logits + gradients + padded + 2 * tokens * width
@@ -157,7 +177,11 @@ def plan_of(setting: Setting) -> MemoryAnalysis:
     form = {"policy": policies.get(setting.policy, setting.policy)} if stacked else {}
     room = mock.patch.object(layer_loop, "device_memory", lambda: 1e15)  # "auto" keeps everything
     context = sizes(setting.preset)["context"]
-    with h200.weightless(), h200.as_on_a_gpu(), room if setting.policy == "unrolled" else contextlib.nullcontext():
+    with (
+        h200.weightless(),
+        h200.as_on_a_gpu(),
+        room if setting.policy == "unrolled" else contextlib.nullcontext(),
+    ):
         model = fa.gpt(preset=setting.preset, dtype="mixed_bfloat16", **form)
         optimizer = {8: keras.optimizers.AdamW, 4: keras.optimizers.Lion}[setting.slots](3e-4)
         trainer = fa.Trainer(model, optimizer, fa.LinearCrossEntropy(), clip_norm=1.0)
@@ -175,12 +199,14 @@ OPTIMIZERS = {"AdamW": 8, "Lion": 4}
 def largest_rows(card: int, policy: str, slots: int = 8, preset: str = "1.3b") -> int:
     """The largest micro-batch that fits a card, 0 where none does.
 
-    A card of 24 GB counts as 24 * 10**9 bytes. It has 24 GiB, 7% more: for the driver, CUDA's context and libraries.
+    A card of 24 GB counts as 24 * 10**9 bytes. It has 24 GiB, 7% more: for the driver, CUDA's
+    context and libraries.
     """
     fits = [
         rows
         for rows in range(1, 513)
-        if peak_bytes(Setting(preset, rows, policy, micro_batches=8, slots=slots, copies=IN_FLIGHT)) <= card * GB
+        if peak_bytes(Setting(preset, rows, policy, micro_batches=8, slots=slots, copies=IN_FLIGHT))
+        <= card * GB
     ]
     return max(fits, default=0)
 
@@ -206,11 +232,15 @@ CASES = [
 
 
 def run(options: argparse.Namespace) -> Result:
-    """The formula beside XLA's figure for each of `CASES`, and which micro-batch fits which card."""
+    """The formula beside XLA's figure for each of `CASES`, and which micro-batch fits which
+    card.
+    """
     rows, missed = [], []
     cases = CASES[:2] if options.quick else CASES
     # A process for each: what a compilation has taken of memory does not come back.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as processes:
+    with ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as processes:
         plans = list(processes.map(plan_of, cases))
     for setting, plan in zip(cases, plans, strict=True):
         predicted = peak_bytes(setting)
@@ -228,6 +258,14 @@ def run(options: argparse.Namespace) -> Result:
             }
         )
         if abs(ratio - 1) > BAR:
-            missed.append(f"{setting.preset}, {setting.rows} rows, {setting.policy}: {ratio:.3f} of XLA's figure")
-    notes = f"The largest micro-batch of the 1.3B preset, sequences of 2,048, by the formula:\n\n{on_cards()}"
-    return Result("The formula of docs/memory.md beside XLA's plan, compiled for an H200", rows, missed, notes)
+            missed.append(
+                f"{setting.preset}, {setting.rows} rows, {setting.policy}: {ratio:.3f} of XLA's "
+                "figure"
+            )
+    notes = (
+        "The largest micro-batch of the 1.3B preset, sequences of 2,048, by the "
+        f"formula:\n\n{on_cards()}"
+    )
+    return Result(
+        "The formula of docs/memory.md beside XLA's plan, compiled for an H200", rows, missed, notes
+    )

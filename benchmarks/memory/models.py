@@ -1,4 +1,6 @@
-"""The models whose memory is planned and measured: six kinds, in sizes at which a machine without a GPU runs them."""
+"""The models whose memory is planned and measured: six kinds, in sizes at which a machine without a
+GPU runs them.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,8 @@ GLOBAL_BATCH = 256
 class Case:
     """A model to train.
 
-    Attributes:
-        name: as tables show it.
-        trainer: makes a new trainer, with a new model.
-        specs: `(x, y)` of one example, `tf.TensorSpec`s without the axis of rows; integers are below `below`.
+    Attributes: name: as tables show it. trainer: makes a new trainer, with a new model. specs: `(x,
+        y)` of one example, `tf.TensorSpec`s without the axis of rows; integers are below `below`.
         rows: a micro-batch that runs within a second or two.
     """
 
@@ -38,7 +38,9 @@ class Case:
     def dataset(self, rows: int, batch_size: int) -> tf.data.Dataset:
         """The same, made as it is read, in batches."""
         made = tf.data.Dataset.range(rows // batch_size)
-        return made.map(lambda _: tf.nest.map_structure(lambda spec: self._values(spec, batch_size), self.specs))
+        return made.map(
+            lambda _: tf.nest.map_structure(lambda spec: self._values(spec, batch_size), self.specs)
+        )
 
     def _values(self, spec: tf.TensorSpec, rows: int) -> tf.Tensor:
         shape = [rows, *spec.shape]
@@ -57,7 +59,9 @@ def _classes() -> keras.losses.Loss:
 
 def _mlp() -> fa.Trainer:
     layers = [keras.layers.Dense(1024, activation="gelu") for _ in range(4)]
-    return _trainer(keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)]), _classes())
+    return _trainer(
+        keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)]), _classes()
+    )
 
 
 def _convnet() -> fa.Trainer:
@@ -84,7 +88,9 @@ def _bert() -> fa.Trainer:
     x = layers.Embedding(4096, 128)(ids)
     for _ in range(3):
         x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 32, dropout=0.1)(x, x))
-        x = layers.LayerNormalization()(x + layers.Dense(128)(layers.Dense(512, activation="gelu")(x)))
+        x = layers.LayerNormalization()(
+            x + layers.Dense(128)(layers.Dense(512, activation="gelu")(x))
+        )
     outputs = layers.Dense(2)(layers.Dropout(0.1)(x[:, 0]))
     loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return _trainer(tf_keras.Model(ids, outputs), loss, tf_keras.optimizers.Adam(1e-3))
@@ -94,7 +100,12 @@ def _keras_hub() -> fa.Trainer:
     import keras_hub
 
     backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=4096, num_layers=3, num_heads=4, hidden_dim=128, intermediate_dim=512, max_sequence_length=64
+        vocabulary_size=4096,
+        num_layers=3,
+        num_heads=4,
+        hidden_dim=128,
+        intermediate_dim=512,
+        max_sequence_length=64,
     )
     return _trainer(keras_hub.models.GPT2CausalLM(backbone), _classes())
 

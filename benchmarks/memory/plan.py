@@ -1,4 +1,6 @@
-"""The planner's choices over six models and three limits, each confirmed by the next larger size."""
+"""The planner's choices over six models and three limits, each confirmed by the next larger
+size.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from fastaccum.memory.analysis import dispatch_memory, stacked
 
 GLOBAL_BATCH = 1024
 COMPILATIONS = 5
-# The micro-batch that each limit is to allow: it is a byte less than what the next larger one takes.
+# The micro-batch that each limit is to allow: it is a byte less than what the next larger one
+# takes.
 CHOICES = (4, 64, 256)
 
 
@@ -26,12 +29,21 @@ def run(options: argparse.Namespace) -> Result:
     for case in [CASES["MLP"]] if options.quick else CASES.values():
         found = planned(case, CHOICES[:1] if options.quick else CHOICES)
         rows += found
-        missed += [f"{row['model']} below {row['limit MiB']:.1f} MiB" for row in found if not row["largest"]]
-        missed += [f"{row['model']}: {row['compiled']} compilations" for row in found if row["compiled"] > COMPILATIONS]
+        missed += [
+            f"{row['model']} below {row['limit MiB']:.1f} MiB"
+            for row in found
+            if not row["largest"]
+        ]
+        missed += [
+            f"{row['model']}: {row['compiled']} compilations"
+            for row in found
+            if row["compiled"] > COMPILATIONS
+        ]
     notes = (
-        f"`fa.plan` with a global batch of {GLOBAL_BATCH:,} rows, whose divisors are the micro-batches from 1 to "
-        f"{GLOBAL_BATCH:,}. Each limit is a byte less than what one of them takes, which was compiled apart from the "
-        "plan: the choice is to be the next smaller one, and the plan itself to have compiled both."
+        f"`fa.plan` with a global batch of {GLOBAL_BATCH:,} rows, whose divisors are the "
+        f"micro-batches from 1 to {GLOBAL_BATCH:,}. Each limit is a byte less than what one of "
+        "them takes, which was compiled apart from the plan: the choice is to be the next "
+        "smaller one, and the plan itself to have compiled both."
     )
     return Result("The planner's choices", rows, missed, notes)
 
@@ -68,9 +80,9 @@ def _planned(case: Case, trainer: fa.Trainer, rows: int) -> dict[str, Any]:
 def _peak(case: Case, trainer: fa.Trainer, rows: int) -> int:
     """Compiled apart from any plan."""
     valid = tf.TensorSpec([rows], tf.bool)
-    batch = Batch(*tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape], s.dtype), case.specs))._replace(
-        valid=valid
-    )
+    batch = Batch(
+        *tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape], s.dtype), case.specs)
+    )._replace(valid=valid)
     step = trainer._builder.get_or_build(batch, trainer._present_options)
     with step.temporary_retrace():
         return dispatch_memory(step, Dispatch((stacked(batch, GLOBAL_BATCH // rows),))).peak_bytes

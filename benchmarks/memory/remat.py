@@ -1,4 +1,6 @@
-"""Recomputation by `fa.remat` beside the plain model: temp memory on an H200, the gradients, a step's time on a CPU."""
+"""Recomputation by `fa.remat` beside the plain model: temp memory on an H200, the gradients, a
+step's time on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def flat_gpt(depth: int, width: int, length: int) -> keras.Model:
     x = keras.layers.Embedding(VOCABULARY, width)(ids)
     for _ in range(depth):
         y = keras.layers.LayerNormalization()(x)
-        attended = keras.layers.MultiHeadAttention(heads, width // heads, dropout=0.1)(y, y, use_causal_mask=True)
+        attended = keras.layers.MultiHeadAttention(heads, width // heads, dropout=0.1)(
+            y, y, use_causal_mask=True
+        )
         x = keras.layers.Add()([x, attended])
         y = keras.layers.Dense(4 * width, activation="gelu")(keras.layers.LayerNormalization()(x))
         x = keras.layers.Add()([x, keras.layers.Dense(width)(y)])
@@ -77,7 +81,9 @@ def resnet(depth: int, width: int, size: int) -> keras.Model:
             y = keras.layers.Conv2D(width, 3, padding="same", use_bias=False)(y)
             y = keras.layers.Activation(activation)(keras.layers.BatchNormalization()(y))
         x = keras.layers.ReLU()(keras.layers.Add()([x, y]))
-    return keras.Model(images, keras.layers.Dense(CLASSES)(keras.layers.GlobalAveragePooling2D()(x)))
+    return keras.Model(
+        images, keras.layers.Dense(CLASSES)(keras.layers.GlobalAveragePooling2D()(x))
+    )
 
 
 # Depth, width and length (or height), on the H200 and on the CPU.
@@ -102,24 +108,32 @@ def run(options: argparse.Namespace) -> Result:
         missed += [
             f"{name}: {what} {found[what]:.3g}, over {bar}"
             for what, bar in bars.items()
-            if found[what] is not None and found[what] > bar and not (options.quick and "time" in what)
+            if found[what] is not None
+            and found[what] > bar
+            and not (options.quick and "time" in what)
         ]
     notes = (
-        "temp: XLA's plan of the train step compiled for an H200, in mixed_bfloat16, 2 micro-batches of 8 rows, AdamW; "
-        "gradients: the distance of one SGD step's update from the plain one in float32, dropout included, relative to "
-        "the update; step time: a step on this machine's CPU, both in turn, medians (XLA:CPU saves no memory by "
-        "recomputation)."
+        "temp: XLA's plan of the train step compiled for an H200, in mixed_bfloat16, 2 "
+        "micro-batches of 8 rows, AdamW; gradients: the distance of one SGD step's update from "
+        "the plain one in float32, dropout included, relative to the update; step time: a step "
+        "on this machine's CPU, both in turn, medians (XLA:CPU saves no memory by recomputation)."
     )
     return Result("Recomputation by fa.remat", rows, missed, notes)
 
 
-def _trainer(make: Callable[..., keras.Model], sizes: tuple[int, ...], recompute: bool, optimizer: Any) -> fa.Trainer:
+def _trainer(
+    make: Callable[..., keras.Model], sizes: tuple[int, ...], recompute: bool, optimizer: Any
+) -> fa.Trainer:
     keras.utils.set_random_seed(0)
     model = make(*sizes)
     if recompute:
         fa.remat(model)
     of_tokens = len(model.input_shape) == 2
-    loss = fa.LinearCrossEntropy() if of_tokens else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = (
+        fa.LinearCrossEntropy()
+        if of_tokens
+        else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
     return fa.Trainer(model, optimizer, loss, loss_scale=None, jit_compile=True)
 
 
@@ -153,7 +167,9 @@ def _on_an_h200(make: Callable[..., keras.Model], sizes: tuple[int, ...]) -> dic
 
 
 def _on_a_cpu(make: Callable[..., keras.Model], sizes: tuple[int, ...]) -> dict[str, Any]:
-    trainers = [_trainer(make, sizes, recompute, keras.optimizers.SGD(0.1)) for recompute in (False, True)]
+    trainers = [
+        _trainer(make, sizes, recompute, keras.optimizers.SGD(0.1)) for recompute in (False, True)
+    ]
     stack = _stack(trainers[0], 2, 8)
     updates, seconds = [], [[], []]
     for trainer in trainers:

@@ -31,7 +31,8 @@ class Result:
     def markdown(self) -> str:
         """The table, and below it what was missed.
 
-        >>> print(Result("Sizes", [{"model": "nano", "MiB": 12.5}, {"model": "124m", "MiB": None}]).markdown())
+        >>> rows = [{"model": "nano", "MiB": 12.5}, {"model": "124m", "MiB": None}]
+        >>> print(Result("Sizes", rows).markdown())
         # Sizes
         <BLANKLINE>
         | model | MiB |
@@ -57,7 +58,9 @@ def write(name: str, result: Result, folder: Path | None = None) -> Path:
     folder = folder or RESULTS / f"{datetime.date.today()}-memory"
     folder.mkdir(parents=True, exist_ok=True)
     about = {"date": f"{datetime.date.today()}", "cores": os.cpu_count()}
-    (folder / f"{name}.json").write_text(json.dumps(about | dataclasses.asdict(result), indent=1) + "\n")
+    (folder / f"{name}.json").write_text(
+        json.dumps(about | dataclasses.asdict(result), indent=1) + "\n"
+    )
     path = folder / f"{name}.md"
     path.write_text(result.markdown() + "\n")
     return path

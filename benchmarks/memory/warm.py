@@ -1,6 +1,8 @@
-"""The first step of a process that finds the compile cache of another, beside that other's, interleaved.
+"""The first step of a process that finds the compile cache of another, beside that other's,
+interleaved.
 
-A first step is what a user waits for: from `Trainer(...)`, which opens the cache, through tracing and compiling to the
+A first step is what a user waits for: from `Trainer(...)`, which opens the cache, through tracing
+    and compiling to the
 loss. Each is a process of its own, each cold one with a folder of its own.
 """
 
@@ -31,7 +33,9 @@ CASES = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Options of this subcommand alone."""
-    parser.add_argument("--pairs", type=int, default=3, help="of a cold and a warm process, for each model (3)")
+    parser.add_argument(
+        "--pairs", type=int, default=3, help="of a cold and a warm process, for each model (3)"
+    )
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -46,23 +50,37 @@ def run(options: argparse.Namespace) -> Result:
     rows, missed = [], []
     for name, of in pairs.items():
         cold, warm = (
-            {key: statistics.median(p[i][key] for p in of) for key in ("first", "used", "traced")} for i in (0, 1)
+            {key: statistics.median(p[i][key] for p in of) for key in ("first", "used", "traced")}
+            for i in (0, 1)
         )
         ratio = statistics.median(b["first"] / a["first"] for a, b in of)
         same = {without[name]} == {each["weights"] for pair in of for each in pair}
-        figures = {"model": name, "cold, s": cold["first"], "warm, s": warm["first"], "warm / cold": ratio}
-        figures["warm / cold, CPU seconds"] = statistics.median(b["used"] / a["used"] for a, b in of)
-        rows.append(figures | {"of the warm one, traced in s": warm["traced"], "weights as without a cache": same})
+        figures = {
+            "model": name,
+            "cold, s": cold["first"],
+            "warm, s": warm["first"],
+            "warm / cold": ratio,
+        }
+        figures["warm / cold, CPU seconds"] = statistics.median(
+            b["used"] / a["used"] for a, b in of
+        )
+        rows.append(
+            figures
+            | {"of the warm one, traced in s": warm["traced"], "weights as without a cache": same}
+        )
         if ratio > BAR and name.startswith("12"):
-            missed.append(f"{name}: a second process's first step takes {ratio:.2f} of the first's, and may take {BAR}")
+            missed.append(
+                f"{name}: a second process's first step takes {ratio:.2f} of the first's, and "
+                f"may take {BAR}"
+            )
         if not same:
             missed.append(f"{name}: the weights are not those that there are without a cache")
         if not all(pair[1]["loaded"] for pair in of):
             missed.append(f"{name}: a second process compiled")
     notes = (
-        "Medians over pairs of processes in turn; `fa.gpt`, 2 micro-batches of 4 x 64 tokens, AdamW. What a cache "
-        "cannot save is Python's: tracing the model; and TensorFlow's translation of the graph, by which it looks up "
-        "the program."
+        "Medians over pairs of processes in turn; `fa.gpt`, 2 micro-batches of 4 x 64 tokens, "
+        "AdamW. What a cache cannot save is Python's: tracing the model; and TensorFlow's "
+        "translation of the graph, by which it looks up the program."
     )
     return Result("Warm start: a second process's first step", rows, missed, notes)
 
@@ -85,7 +103,9 @@ def _first_step(sizes: dict[str, Any], folder: str) -> dict[str, Any]:
     model, ids, said = fa.gpt(**sizes), np.arange(512, dtype=np.int32).reshape(2, 4, 64) % 256, []
     start, used = time.perf_counter(), time.process_time()
     loss = fa.LinearCrossEntropy()
-    trainer = fa.Trainer(model, "adamw", loss, gradient_accumulation_steps=2, compile_cache=folder or None)
+    trainer = fa.Trainer(
+        model, "adamw", loss, gradient_accumulation_steps=2, compile_cache=folder or None
+    )
     with program.announce(said.append):
         float(trainer.train_step((ids, ids)).loss)
     first, used = time.perf_counter() - start, time.process_time() - used
@@ -93,7 +113,13 @@ def _first_step(sizes: dict[str, Any], folder: str) -> dict[str, Any]:
         trainer.train_step((ids, ids))
     weights = hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()
     traced = float(said[1].split()[0])
-    return {"first": first, "used": used, "traced": traced, "weights": weights, "loaded": "loaded" in said[-1]}
+    return {
+        "first": first,
+        "used": used,
+        "traced": traced,
+        "weights": weights,
+        "loaded": "loaded" in said[-1],
+    }
 
 
 if __name__ == "__main__":

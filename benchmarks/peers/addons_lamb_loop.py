@@ -1,6 +1,8 @@
-"""The custom loop of tensorflow-addons' days: compiled micro-steps that add to variables, then `tfa.optimizers.LAMB`.
+"""The custom loop of tensorflow-addons' days: compiled micro-steps that add to variables, then
+`tfa.optimizers.LAMB`.
 
-The recipe is that of `function_loop`; tensorflow-addons' optimizers take `tf.Variable`s, and have no `build`.
+The recipe is that of `function_loop`; tensorflow-addons' optimizers take `tf.Variable`s, and have
+no `build`.
 """
 
 import tensorflow as tf

@@ -1,4 +1,6 @@
-"""The hand-written eager loop: a GradientTape for each micro-batch, gradients summed in a Python list."""
+"""The hand-written eager loop: a GradientTape for each micro-batch, gradients summed in a Python
+list.
+"""
 
 import tensorflow as tf
 
@@ -15,7 +17,9 @@ def make(workload):
             with tf.GradientTape() as tape:
                 loss = loss_fn(y, model(x, training=True)) / len(micro_batches)
             gradients = tape.gradient(loss, model.trainable_variables)
-            accumulated = [total + gradient for total, gradient in zip(accumulated, gradients, strict=True)]
+            accumulated = [
+                total + gradient for total, gradient in zip(accumulated, gradients, strict=True)
+            ]
             total_loss += loss
         optimizer.apply_gradients(zip(accumulated, model.trainable_variables, strict=True))
         return total_loss

@@ -1,6 +1,7 @@
 """The limit: no accumulation, one XLA step over all the examples of the update at once.
 
-It needs the memory that accumulation is there to save. BatchNorm sees the whole batch here, so a network that
+It needs the memory that accumulation is there to save. BatchNorm sees the whole batch here, so a
+network that
 has it computes something else: the suites compare that pair with frozen statistics.
 """
 
@@ -23,9 +24,11 @@ def make_step(workload):
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = loss_fn(y, model(x, training=True))
-        # Dense: Keras squares the slices of a sparse gradient without summing duplicates first, so that its
-        # Adam would take another step than for the same gradient as a tensor.
-        gradients = [tf.convert_to_tensor(g) for g in tape.gradient(loss, model.trainable_variables)]
+        # Dense: Keras squares the slices of a sparse gradient without summing duplicates first, so
+        # that its Adam would take another step than for the same gradient as a tensor.
+        gradients = [
+            tf.convert_to_tensor(g) for g in tape.gradient(loss, model.trainable_variables)
+        ]
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 

@@ -1,4 +1,5 @@
-"""The hand-written tf.function loop: a compiled micro-step that adds to variables, and a compiled update.
+"""The hand-written tf.function loop: a compiled micro-step that adds to variables, and a compiled
+update.
 
 A Python loop calls both, as the recipes on the web do; none of them asks for XLA.
 """
@@ -12,7 +13,9 @@ from benchmarks.peers.eager_loop import feed_micro_batches
 def make(workload):
     model, optimizer, loss_fn = workload.model(), workload.optimizer(), workload.loss()
     optimizer.build(model.trainable_variables)
-    accumulated = [tf.Variable(tf.zeros_like(v), trainable=False) for v in model.trainable_variables]
+    accumulated = [
+        tf.Variable(tf.zeros_like(v), trainable=False) for v in model.trainable_variables
+    ]
 
     @tf.function
     def accumulate(x, y):

@@ -8,7 +8,8 @@ from benchmarks.contestants import Fit, ForeignModel
 
 def make(workload):
     """For a `Sequential` of `Dense` layers: the same one in tf_keras, wrapped."""
-    # The package finds its base classes behind `tf.keras`, which becomes tf_keras with tensorflow-addons.
+    # The package finds its base classes behind `tf.keras`, which becomes tf_keras with
+    # tensorflow-addons.
     fa.addons.optimizers  # noqa: B018
     from gradient_accumulator import GradientAccumulateModel
 
@@ -18,14 +19,20 @@ def make(workload):
         model.add(tf_keras.layers.Dense(layer.units, activation=layer.activation.__name__))
     model.set_weights(theirs.get_weights())
 
-    wrapped = GradientAccumulateModel(accum_steps=workload.micro_batches, inputs=model.input, outputs=model.output)
+    wrapped = GradientAccumulateModel(
+        accum_steps=workload.micro_batches, inputs=model.input, outputs=model.output
+    )
     wrapped.compile(
-        optimizer=tf_keras.optimizers.Adam(float(adam.learning_rate), adam.beta_1, adam.beta_2, adam.epsilon),
+        optimizer=tf_keras.optimizers.Adam(
+            float(adam.learning_rate), adam.beta_1, adam.beta_2, adam.epsilon
+        ),
         loss=tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
 
     def epoch(x, y):
-        history = wrapped.fit(x, y, batch_size=workload.batch_size, epochs=1, shuffle=False, verbose=0)
+        history = wrapped.fit(
+            x, y, batch_size=workload.batch_size, epochs=1, shuffle=False, verbose=0
+        )
         return history.history["loss"][-1]
 
     # The wrapper's own weights have its accumulators too; the layers are shared.

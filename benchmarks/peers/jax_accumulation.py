@@ -1,4 +1,6 @@
-"""JAX: one jitted step that scans over the micro-batches, and a jitted micro-step under `optax.MultiSteps`."""
+"""JAX: one jitted step that scans over the micro-batches, and a jitted micro-step under
+`optax.MultiSteps`.
+"""
 
 import functools
 

@@ -1,4 +1,6 @@
-"""The ConvNet in plain JAX: one jitted step that scans over the micro-batches, and carries BatchNorm's statistics."""
+"""The ConvNet in plain JAX: one jitted step that scans over the micro-batches, and carries
+BatchNorm's statistics.
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -48,7 +50,11 @@ def make_scan(workload):
 
     def weights():
         (*blocks, head), statistics, _ = state
-        found = [weight for pair in zip(blocks, statistics, strict=True) for weight in jax.tree.leaves(pair)]
+        found = [
+            weight
+            for pair in zip(blocks, statistics, strict=True)
+            for weight in jax.tree.leaves(pair)
+        ]
         return [jax.device_get(weight).copy() for weight in (*found, *head)]
 
     return TrainStep(ForeignModel(weights), feed_stack, update)
@@ -58,12 +64,21 @@ def _loss(params, statistics, x, y):
     *blocks, head = params
     moved = []
     for block, moving in zip(blocks, statistics, strict=True):
-        x = jax.lax.conv_general_dilated(x, block.kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = jax.lax.conv_general_dilated(
+            x, block.kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
         batch = Statistics(x.mean((0, 1, 2)), x.var((0, 1, 2)))
         x = (x - batch.mean) * (block.gamma * jax.lax.rsqrt(batch.variance + EPSILON)) + block.beta
-        x = jax.lax.reduce_window(jax.nn.relu(x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        x = jax.lax.reduce_window(
+            jax.nn.relu(x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
         moved.append(
-            Statistics(*(MOMENTUM * old + (1 - MOMENTUM) * new for old, new in zip(moving, batch, strict=True)))
+            Statistics(
+                *(
+                    MOMENTUM * old + (1 - MOMENTUM) * new
+                    for old, new in zip(moving, batch, strict=True)
+                )
+            )
         )
     logits = x.mean((1, 2)) @ head.kernel + head.bias
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), moved

@@ -1,7 +1,10 @@
-"""`fa.gpt` with a tied head in plain JAX, as one trains it there: float32 weights, half-precision compute.
+"""`fa.gpt` with a tied head in plain JAX, as one trains it there: float32 weights, half-precision
+compute.
 
-Shape suffixes as in `fastaccum.transformer`. Imports JAX and optax alone, so that a machine without TensorFlow can use
-it. The named scopes change nothing that is computed: they stand in the metadata of compiled programs.
+Shape suffixes as in `fastaccum.transformer`. Imports JAX and optax alone, so that a machine without
+TensorFlow can use
+it. The named scopes change nothing that is computed: they stand in the metadata of compiled
+    programs.
 """
 
 import functools
@@ -16,7 +19,9 @@ from benchmarks.peers.jax_models import Block, layer_norm, rotate
 
 
 class TiedGPT(NamedTuple):
-    """Weights in float32. `blocks` is a list of `Block`, or one `Block` of stacks with a leading axis of layers."""
+    """Weights in float32. `blocks` is a list of `Block`, or one `Block` of stacks with a leading
+    axis of layers.
+    """
 
     embedding: Any
     blocks: Any
@@ -24,7 +29,9 @@ class TiedGPT(NamedTuple):
 
 
 def from_stacked(weights):
-    """The parameters of `fa.gpt(tied=True, stacked=True)`, from a dict of arrays by its weights' paths."""
+    """The parameters of `fa.gpt(tied=True, stacked=True)`, from a dict of arrays by its weights'
+    paths.
+    """
     names = Block(
         *("attention_norm.gamma", "attention.qkv.kernel", "attention.out.kernel"),
         *("mlp_norm.gamma", "mlp_in.kernel", "mlp_out.kernel"),
@@ -37,7 +44,14 @@ def shapes(vocabulary, width, layers, stacked):
     """The parameters' shapes and dtypes, without values."""
 
     def block(lead):
-        sizes = Block((width,), (width, 3 * width), (width, width), (width,), (width, 4 * width), (4 * width, width))
+        sizes = Block(
+            (width,),
+            (width, 3 * width),
+            (width, width),
+            (width,),
+            (width, 4 * width),
+            (4 * width, width),
+        )
         return Block(*(jax.ShapeDtypeStruct((*lead, *size), jnp.float32) for size in sizes))
 
     table = jax.ShapeDtypeStruct((vocabulary, width), jnp.float32)
@@ -46,7 +60,15 @@ def shapes(vocabulary, width, layers, stacked):
 
 
 def loss_fn(
-    params, ids_BT, labels_BT, *, heads, attention="cudnn", remat=False, logits=jnp.float32, compute=jnp.bfloat16
+    params,
+    ids_BT,
+    labels_BT,
+    *,
+    heads,
+    attention="cudnn",
+    remat=False,
+    logits=jnp.float32,
+    compute=jnp.bfloat16,
 ):
     """The mean cross-entropy of one micro-batch.
 
@@ -72,11 +94,15 @@ def loss_fn(
         else:
             # In a scan nothing is merged with its recomputation.
             layer = jax.checkpoint(layer, prevent_cse=False) if remat else layer
-            x_BTD, _ = jax.lax.scan(lambda x_BTD, block: (layer(x_BTD, block), None), x_BTD, params.blocks)
+            x_BTD, _ = jax.lax.scan(
+                lambda x_BTD, block: (layer(x_BTD, block), None), x_BTD, params.blocks
+            )
     with jax.named_scope("final_norm"):
         x_BTD = layer_norm(x_BTD, params.final_norm)
     with jax.named_scope("loss"):
-        logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, table_VD, preferred_element_type=logits).astype(jnp.float32)
+        logits_BTV = jnp.einsum(
+            "btd,vd->btv", x_BTD, table_VD, preferred_element_type=logits
+        ).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, labels_BT).mean()
 
 
@@ -90,7 +116,9 @@ def _block(x_BTD, block, heads, attention):
         with jax.named_scope("rotary"):
             q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
         with jax.named_scope("dot_product"):
-            mixed_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation=attention)
+            mixed_BTHK = jax.nn.dot_product_attention(
+                q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation=attention
+            )
         x_BTD += mixed_BTHK.reshape(x_BTD.shape) @ kernels.out
     with jax.named_scope("mlp_norm"):
         h_BTD = layer_norm(x_BTD, block.mlp_norm)

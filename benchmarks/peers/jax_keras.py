@@ -1,6 +1,8 @@
-"""Keras's models on Keras's own JAX backend, in a process without TensorFlow: their train step as StableHLO for CUDA.
+"""Keras's models on Keras's own JAX backend, in a process without TensorFlow: their train step as
+StableHLO for CUDA.
 
-`KERAS_BACKEND=jax python -m benchmarks.peers.jax_keras MODEL SIZE BATCH MICRO_BATCHES FILE` writes it into a file.
+`KERAS_BACKEND=jax python -m benchmarks.peers.jax_keras MODEL SIZE BATCH MICRO_BATCHES FILE` writes
+it into a file.
 """
 
 import sys
@@ -16,7 +18,8 @@ from benchmarks.peers.jax_models import mean_gradients
 
 
 def make_train_step(model, optimizer, loss):
-    """`train_step(trainable, state, slots, x, y) -> (trainable, state, slots, loss)` on stacks: one scan, one update.
+    """`train_step(trainable, state, slots, x, y) -> (trainable, state, slots, loss)` on stacks: one
+    scan, one update.
 
     Args:
         model: of Keras, built.

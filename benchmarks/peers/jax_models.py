@@ -1,6 +1,8 @@
-"""The models in plain JAX, and the step that trains them: parameters are tuples in the Keras model's order.
+"""The models in plain JAX, and the step that trains them: parameters are tuples in the Keras
+model's order.
 
-Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head. Imports JAX and optax
+Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head.
+    Imports JAX and optax
 alone, so that a machine without TensorFlow can use it.
 """
 
@@ -39,10 +41,17 @@ def mlp_params(weights):
 
 
 def gpt_params(weights):
-    """The parameters of `fa.gpt` with rotary positions and a head of its own, from arrays in Keras's order."""
+    """The parameters of `fa.gpt` with rotary positions and a head of its own, from arrays in
+    Keras's order.
+    """
     embedding, *inner, final_norm, head = weights
     size = len(Block._fields)
-    return GPT(embedding, [Block(*inner[i : i + size]) for i in range(0, len(inner), size)], final_norm, head)
+    return GPT(
+        embedding,
+        [Block(*inner[i : i + size]) for i in range(0, len(inner), size)],
+        final_norm,
+        head,
+    )
 
 
 def mlp(params, x):
@@ -65,8 +74,12 @@ def gpt(params, ids_BT, heads):
 
 def _attention(block, x_BTD, heads):
     batch, time, _ = x_BTD.shape
-    q_BTHK, k_BTHK, v_BTHK = jnp.split((x_BTD @ block.qkv).reshape(batch, time, 3 * heads, -1), 3, axis=2)
-    mixed_BTHK = jax.nn.dot_product_attention(rotate(q_BTHK), rotate(k_BTHK), v_BTHK, is_causal=True)
+    q_BTHK, k_BTHK, v_BTHK = jnp.split(
+        (x_BTD @ block.qkv).reshape(batch, time, 3 * heads, -1), 3, axis=2
+    )
+    mixed_BTHK = jax.nn.dot_product_attention(
+        rotate(q_BTHK), rotate(k_BTHK), v_BTHK, is_causal=True
+    )
     return mixed_BTHK.reshape(x_BTD.shape) @ block.out
 
 
@@ -77,12 +90,16 @@ def rotate(t_BTHK):
     angles_T1K = jnp.tile(jnp.arange(time, dtype=jnp.float32)[:, None, None] * inverse, 2)
     first, second = jnp.split(t_BTHK, 2, axis=-1)
     turned_BTHK = jnp.concatenate([-second, first], axis=-1)
-    return t_BTHK * jnp.cos(angles_T1K).astype(t_BTHK.dtype) + turned_BTHK * jnp.sin(angles_T1K).astype(t_BTHK.dtype)
+    return t_BTHK * jnp.cos(angles_T1K).astype(t_BTHK.dtype) + turned_BTHK * jnp.sin(
+        angles_T1K
+    ).astype(t_BTHK.dtype)
 
 
 def layer_norm(x, scale):
     """Keras's layer norm without an offset, in float32 and back; 1e-3 is Keras's epsilon."""
-    return (jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=1e-3) * scale).astype(x.dtype)
+    return (jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=1e-3) * scale).astype(
+        x.dtype
+    )
 
 
 def feed_stack(stack):
@@ -103,7 +120,9 @@ def mean_gradients(loss_fn, params, state, x, y):
 
     def accumulate(carried, micro_batch):
         total, state = carried
-        (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, state, *micro_batch)
+        (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            params, state, *micro_batch
+        )
         with jax.named_scope("accumulate"):
             return (jax.tree.map(jnp.add, total, (loss, grads)), state), None
 
@@ -114,7 +133,8 @@ def mean_gradients(loss_fn, params, state, x, y):
 
 
 def scan_train_step(loss_fn, optimizer):
-    """`train_step(params, opt_state, x, y) -> (params, opt_state, loss)` on stacks: one jitted scan, one update.
+    """`train_step(params, opt_state, x, y) -> (params, opt_state, loss)` on stacks: one jitted
+    scan, one update.
 
     Args:
         loss_fn: `loss_fn(params, x, y)`, the mean loss of one micro-batch.
@@ -123,7 +143,9 @@ def scan_train_step(loss_fn, optimizer):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, opt_state, x, y):
-        loss, grads, _ = mean_gradients(lambda params, _, x, y: (loss_fn(params, x, y), ()), params, (), x, y)
+        loss, grads, _ = mean_gradients(
+            lambda params, _, x, y: (loss_fn(params, x, y), ()), params, (), x, y
+        )
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss

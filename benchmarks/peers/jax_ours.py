@@ -1,4 +1,5 @@
-"""Our own train step, compiled and run by JAX: the same program, with another XLA and without TensorFlow's runtime.
+"""Our own train step, compiled and run by JAX: the same program, with another XLA and without
+TensorFlow's runtime.
 
 Not a peer: it shows what TensorFlow's own runtime costs ours.
 """
@@ -26,11 +27,16 @@ def make(workload):
     places = {id(variable): place for place, variable in enumerate(variables)}
 
     def feed(stack):
-        return [jax.device_put(t.numpy(), device) for t in tf.nest.flatten(contestants.feed_stack(stack))]
+        return [
+            jax.device_put(t.numpy(), device)
+            for t in tf.nest.flatten(contestants.feed_stack(stack))
+        ]
 
     def update(stack):
         nonlocal values
-        executed = program.execute_sharded([*stack, *values]).disassemble_into_single_device_arrays()
+        executed = program.execute_sharded(
+            [*stack, *values]
+        ).disassemble_into_single_device_arrays()
         results = [shards[0] for shards in executed]
         values = [
             results[next_values[number]] if number in next_values else value

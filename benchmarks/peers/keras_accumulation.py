@@ -14,7 +14,9 @@ def make(workload, steps_per_execution=1, jit_compile="auto"):
     )
 
     def epoch(x, y):
-        history = model.fit(x, y, batch_size=workload.batch_size, epochs=1, shuffle=False, verbose=0)
+        history = model.fit(
+            x, y, batch_size=workload.batch_size, epochs=1, shuffle=False, verbose=0
+        )
         return history.history["loss"][-1]
 
     return Fit(model, epoch)
@@ -23,7 +25,9 @@ def make(workload, steps_per_execution=1, jit_compile="auto"):
 def make_tuned(workload):
     """Every combination that a patient user would try: `{name: Fit}`."""
     return {
-        f"Keras GA, {steps} steps/execution, {'jit' if jit else 'no jit'}": make(workload, steps, jit)
+        f"Keras GA, {steps} steps/execution, {'jit' if jit else 'no jit'}": make(
+            workload, steps, jit
+        )
         for steps in workload.steps_per_execution
         for jit in (False, True)
     }

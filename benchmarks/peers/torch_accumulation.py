@@ -1,6 +1,8 @@
-"""PyTorch's usual accumulation: `(loss / n).backward()` for each micro-batch, then `optimizer.step()`.
+"""PyTorch's usual accumulation: `(loss / n).backward()` for each micro-batch, then
+`optimizer.step()`.
 
-Eager, and with the model and its loss under `torch.compile`. In float32, as the CPU suites are: autocast and GradScaler
+Eager, and with the model and its loss under `torch.compile`. In float32, as the CPU suites are:
+    autocast and GradScaler
 are for a GPU.
 """
 
@@ -50,11 +52,15 @@ def _start(workload):
         model = torch_models.mlp([len(arrays[0]), *map(len, arrays[1::2])])
     elif workload.name == "ConvNet":
         kernels = [array for array in arrays if array.ndim == 4]
-        model = torch_models.ConvNet([kernels[0].shape[2], *(each.shape[3] for each in kernels)], len(arrays[-1]))
+        model = torch_models.ConvNet(
+            [kernels[0].shape[2], *(each.shape[3] for each in kernels)], len(arrays[-1])
+        )
     else:
         blocks = [layer for layer in theirs.layers if layer.name.startswith("block_")]
         context = theirs.get_layer("context").context
-        model = torch_models.GPT(*arrays[0].shape[:1], context, arrays[0].shape[1], len(blocks), blocks[0].heads)
+        model = torch_models.GPT(
+            *arrays[0].shape[:1], context, arrays[0].shape[1], len(blocks), blocks[0].heads
+        )
     torch_models.set_weights(model, arrays)
     return model, _optimizer(optimizer, model.parameters())
 
@@ -75,7 +81,8 @@ def _optimizer(theirs, parameters):
 
 
 def _feed_micro_batches(stack):
-    return [(_inputs(x), torch.tensor(y, dtype=torch.long)) for x, y in zip(*stack, strict=True)]  # as PyTorch asks
+    # as PyTorch asks
+    return [(_inputs(x), torch.tensor(y, dtype=torch.long)) for x, y in zip(*stack, strict=True)]
 
 
 def _inputs(x):

@@ -1,6 +1,7 @@
 """The models in PyTorch, and their weights in the Keras model's order.
 
-Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head. Imports PyTorch
+Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head.
+    Imports PyTorch
 alone, so that a machine without TensorFlow can use it.
 """
 
@@ -12,7 +13,9 @@ from torch import nn
 
 
 def mlp(widths):
-    """A multilayer perceptron of these widths, from the input's to the number of logits, with ReLU between."""
+    """A multilayer perceptron of these widths, from the input's to the number of logits, with ReLU
+    between.
+    """
     layers = []
     for width_in, width_out in itertools.pairwise(widths):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]
@@ -66,7 +69,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The decoder-only transformer `fa.gpt` with rotary positions and a head of its own: ids `[B, T]` to logits."""
+    """The decoder-only transformer `fa.gpt` with rotary positions and a head of its own: ids `[B,
+    T]` to logits.
+    """
 
     def __init__(self, vocabulary_size, context, width, layers, heads):
         super().__init__()
@@ -89,7 +94,9 @@ class GPT(nn.Module):
 
 
 def weights(model):
-    """The model's weights as Keras orders and lays them out: views, so that assigning to them sets the model."""
+    """The model's weights as Keras orders and lays them out: views, so that assigning to them sets
+    the model.
+    """
     return [view for module in model.modules() for view in _views(module)]
 
 
@@ -110,7 +117,10 @@ def set_weights(model, arrays):
     """Copies NumPy arrays in Keras's order into the model."""
     for weight, array in zip(weights(model), arrays, strict=True):
         if weight.shape != array.shape:
-            raise ValueError(f"a weight of shape {tuple(weight.shape)} cannot be set to an array of {array.shape}.")
+            raise ValueError(
+                f"a weight of shape {tuple(weight.shape)} cannot be set to an array of "
+                f"{array.shape}."
+            )
         weight.copy_(torch.from_numpy(array))
 
 

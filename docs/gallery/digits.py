@@ -2,8 +2,9 @@
 """
 # Classify images
 
-This page trains a small convolutional network on scikit-learn's 1,797 images of handwritten digits, in micro-batches of
-16 images. Eight micro-batches make one update of the weights, so the network trains as it would on batches of 128. The
+This page trains a small convolutional network on scikit-learn's 1,797 images of handwritten digits,
+in micro-batches of 16 images. Eight micro-batches make one update of the weights, so the network
+trains as it would on batches of 128. The
 page checks this: the same network, given 128 images at once, follows the same curve.
 
 You need `keras`, `scikit-learn` and `matplotlib`.
@@ -77,7 +78,13 @@ model = make_model()
 trainer = make_trainer(model, accumulation_steps=8)
 stop = keras.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True)
 history = trainer.fit(
-    x_train, y_train, batch_size=16, epochs=12, validation_data=(x_test, y_test), callbacks=[stop], verbose=2
+    x_train,
+    y_train,
+    batch_size=16,
+    epochs=12,
+    validation_data=(x_test, y_test),
+    callbacks=[stop],
+    verbose=2,
 )
 
 # %% [markdown]
@@ -91,7 +98,10 @@ whole = make_trainer(make_model(), accumulation_steps=1)
 whole_history = whole.fit(x_train, y_train, batch_size=128, epochs=len(history.epoch), verbose=0)
 
 losses, whole_losses = np.array(history.history["loss"]), np.array(whole_history.history["loss"])
-print(f"largest relative difference between the two losses: {np.abs(losses / whole_losses - 1).max():.1e}")
+print(
+    "largest relative difference between the two losses: "
+    f"{np.abs(losses / whole_losses - 1).max():.1e}"
+)
 np.testing.assert_allclose(losses, whole_losses, rtol=1e-3)
 
 figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
@@ -132,5 +142,7 @@ with tempfile.TemporaryDirectory() as folder:
     file = Path(folder, "digits.keras")
     model.save(file)
     loaded = keras.saving.load_model(file)
-np.testing.assert_allclose(loaded.predict(x_test, verbose=0), model.predict(x_test, verbose=0), rtol=1e-5, atol=1e-5)
+np.testing.assert_allclose(
+    loaded.predict(x_test, verbose=0), model.predict(x_test, verbose=0), rtol=1e-5, atol=1e-5
+)
 print("the loaded model predicts the same")

@@ -2,10 +2,11 @@
 """
 # Train a language model
 
-This page trains a small GPT on the text of Python's manual. The training crashes halfway and resumes. Then the model
-writes some text, and is exported for serving.
+This page trains a small GPT on the text of Python's manual. The training crashes halfway and
+resumes. Then the model writes some text, and is exported for serving.
 
-`fa.gpt` builds the model. It works on bytes, so it needs no tokenizer. Besides fastaccum you need `matplotlib`.
+`fa.gpt` builds the model. It works on bytes, so it needs no tokenizer. Besides fastaccum you need
+`matplotlib`.
 """
 
 # %%

@@ -2,11 +2,12 @@
 """
 # Large batches with LAMB and tf_keras
 
-This page trains a Keras 2 model (`tf_keras`) with LAMB, an optimizer of tensorflow-addons that was made for very large
-batches. Each update takes all 1,437 training images, in micro-batches of 64.
+This page trains a Keras 2 model (`tf_keras`) with LAMB, an optimizer of tensorflow-addons that was
+made for very large batches. Each update takes all 1,437 training images, in micro-batches of 64.
 
-tensorflow-addons is no longer developed. It has no packages for Python 3.12 and later, and can't be imported on current
-TensorFlow by itself. `fa.addons` makes it work. You need fastaccum's extra `addons`, `scikit-learn` and `matplotlib`.
+tensorflow-addons is no longer developed. It has no packages for Python 3.12 and later, and can't be
+imported on current TensorFlow by itself. `fa.addons` makes it work. You need fastaccum's extra
+`addons`, `scikit-learn` and `matplotlib`.
 """
 
 # %%
@@ -25,7 +26,11 @@ import fastaccum as fa
 # %%
 digits = load_digits()
 x_train, x_test, y_train, y_test = train_test_split(
-    digits.data.astype("float32") / 16, digits.target, test_size=0.2, stratify=digits.target, random_state=0
+    digits.data.astype("float32") / 16,
+    digits.target,
+    test_size=0.2,
+    stratify=digits.target,
+    random_state=0,
 )
 
 

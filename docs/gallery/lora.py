@@ -2,12 +2,13 @@
 """
 # Fine-tune a KerasHub model with LoRA
 
-LoRA leaves the weights of a model as they are, and trains small matrices beside them. This page fine-tunes a Gemma of
-KerasHub in this way, with gradient accumulation, and saves what was trained in a file of its own.
+LoRA leaves the weights of a model as they are, and trains small matrices beside them. This page
+fine-tunes a Gemma of KerasHub in this way, with gradient accumulation, and saves what was trained
+in a file of its own.
 
-You would begin with `keras_hub.models.GemmaCausalLM.from_preset("gemma_2b_en")`, which downloads trained weights. So
-that this page needs no download, it makes a very small Gemma, trains that on Python code, and then fine-tunes it on
-English. You need `keras-hub` and `matplotlib`.
+You would begin with `keras_hub.models.GemmaCausalLM.from_preset("gemma_2b_en")`, which downloads
+trained weights. So that this page needs no download, it makes a very small Gemma, trains that on
+Python code, and then fine-tunes it on English. You need `keras-hub` and `matplotlib`.
 """
 
 # %%
@@ -51,7 +52,11 @@ def rows(data, start, stop):
 
 
 modules = ["argparse", "doctest", "inspect", "logging", "pickle", "typing"]
-code = rows(windows("".join(inspect.getsource(importlib.import_module(name)) for name in modules)), 0, 60 * 64)
+code = rows(
+    windows("".join(inspect.getsource(importlib.import_module(name)) for name in modules)),
+    0,
+    60 * 64,
+)
 manual = windows("\n".join(topics.values()))
 english_test, english = rows(manual, 0, 256), rows(manual, 256, 256 + 45 * 64)
 print(f"{len(code[1]):,} windows of code, {len(english[1]):,} of English")

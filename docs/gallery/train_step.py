@@ -2,8 +2,10 @@
 """
 # A custom loop with TrainStep
 
-`fa.TrainStep` is one update with gradient accumulation, for any loss and any `tf.Variable`s. Use it where there is no
-Keras model, or where `fit` isn't the loop that you want. This page fits a mixture of Gaussians to points in the plane:
+`fa.TrainStep` is one update with gradient accumulation, for any loss and any `tf.Variable`s. Use it
+where there is no
+Keras model, or where `fit` isn't the loop that you want. This page fits a mixture of Gaussians to
+    points in the plane:
 there are no layers and no targets.
 
 You need `scikit-learn`, for the points, and `matplotlib`.
@@ -88,11 +90,16 @@ for _ in range(300):
 
 losses = [float(result.loss) for result in results]
 print(f"loss: {losses[0]:.3f} at first, {np.mean(losses[-20:]):.3f} in the last 20 updates")
-print(f"norm of the last gradient: {float(results[-1].grad_norm):.3f}; finite: {bool(results[-1].grads_finite)}")
+print(
+    f"norm of the last gradient: {float(results[-1].grad_norm):.3f}; finite: "
+    f"{bool(results[-1].grads_finite)}"
+)
 print(f"sum of weights in the last update: {float(results[-1].weight):.0f}")
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", width_ratios=[1, 1.6])
+figure, (left, right) = plt.subplots(
+    1, 2, figsize=(9, 3.6), layout="constrained", width_ratios=[1, 1.6]
+)
 left.plot(losses)
 left.set(xlabel="update", ylabel="loss")
 
@@ -118,5 +125,10 @@ stack = points[chosen], weights[chosen]
 in_pieces = still(stack)
 whole = still(tuple(tensor.reshape(1, MICRO_BATCHES * ROWS, *tensor.shape[2:]) for tensor in stack))
 print(f"loss: {float(in_pieces.loss):.6f} in 8 pieces, {float(whole.loss):.6f} whole")
-print(f"norm of the gradient: {float(in_pieces.grad_norm):.6f} in 8 pieces, {float(whole.grad_norm):.6f} whole")
-np.testing.assert_allclose([in_pieces.loss, in_pieces.grad_norm], [whole.loss, whole.grad_norm], rtol=1e-4)
+print(
+    f"norm of the gradient: {float(in_pieces.grad_norm):.6f} in 8 pieces, "
+    f"{float(whole.grad_norm):.6f} whole"
+)
+np.testing.assert_allclose(
+    [in_pieces.loss, in_pieces.grad_norm], [whole.loss, whole.grad_norm], rtol=1e-4
+)

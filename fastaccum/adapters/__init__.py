@@ -1,1 +1,3 @@
-"""One interface to Keras 3, tf_keras and tensorflow-addons: what is private to Keras is named here and nowhere else."""
+"""One interface to Keras 3, tf_keras and tensorflow-addons: what is private to Keras is named here
+and nowhere else.
+"""

@@ -1,4 +1,6 @@
-"""Losses that a forward pass adds, `add_loss` and activity regularisers: over rows a mean, or a sum."""
+"""Losses that a forward pass adds, `add_loss` and activity regularisers: over rows a mean, or a
+sum.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
 
 
 def require_sum_over_rows(layer: keras.layers.Layer) -> None:
-    """Raises ValueError if a user's activity regulariser is a mean over rows, where Keras divides a sum itself."""
+    """Raises ValueError if a user's activity regulariser is a mean over rows, where Keras divides a
+    sum itself.
+    """
     regularizer = getattr(layer, "activity_regularizer", None)
     if regularizer is None or of_keras(type(regularizer)):
         return
@@ -29,19 +33,26 @@ def require_sum_over_rows(layer: keras.layers.Layer) -> None:
         if _DIVIDES_BY_ROWS:
             strength = "; divided by the rows of an update it is as strong as in Keras"
         raise ValueError(
-            f"The activity_regularizer {name} of layer {layer.name!r} is a mean over rows where Keras takes a sum: its "
-            "strength would depend on the micro-batch's size. Let it return a sum over rows, or add the mean in a "
-            f"layer by add_loss, as tensorflow-probability's KLDivergenceAddLoss does{strength}."
+            f"The activity_regularizer {name} of layer {layer.name!r} is a mean over rows where "
+            "Keras takes a sum: its strength would depend on the micro-batch's size. Let it "
+            "return a sum over rows, or add the mean in a layer by add_loss, as "
+            f"tensorflow-probability's KLDivergenceAddLoss does{strength}."
         )
 
 
 def get_reduction(added_loss: tf.Tensor) -> str:
-    """Returns how an added loss counts, as in Keras: a scalar is the mean of the rows, one loss per row is summed."""
+    """Returns how an added loss counts, as in Keras: a scalar is the mean of the rows, one loss per
+    row is summed.
+    """
     return "sum" if len(added_loss.shape) or getattr(added_loss, "sums_rows", False) else "mean"
 
 
-def mark_regularizers(layers: list[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, str, Callable]]:
-    """Returns attributes to replace, (layer, name, value), by which `reduction` knows the sums of regularisers."""
+def mark_regularizers(
+    layers: list[keras.layers.Layer],
+) -> list[tuple[keras.layers.Layer, str, Callable]]:
+    """Returns attributes to replace, (layer, name, value), by which `reduction` knows the sums of
+    regularisers.
+    """
 
     def marked(regularizer, output):
         loss = regularizer(output)
@@ -49,4 +60,8 @@ def mark_regularizers(layers: list[keras.layers.Layer]) -> list[tuple[keras.laye
         return loss
 
     own = [] if _DIVIDES_BY_ROWS else [(each, each.activity_regularizer) for each in layers]
-    return [(each, "activity_regularizer", functools.partial(marked, of)) for each, of in own if of is not None]
+    return [
+        (each, "activity_regularizer", functools.partial(marked, of))
+        for each, of in own
+        if of is not None
+    ]

@@ -1,4 +1,6 @@
-"""The types of what Trainer and TrainStep take from NumPy, TensorFlow, Keras 3, tf_keras and tensorflow-addons."""
+"""The types of what Trainer and TrainStep take from NumPy, TensorFlow, Keras 3, tf_keras and
+tensorflow-addons.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,30 @@ if TYPE_CHECKING:
 
     KerasModel: TypeAlias = keras.Model | tf_keras.Model
     KerasOptimizer: TypeAlias = (
-        keras.optimizers.Optimizer | tf_keras.optimizers.Optimizer | tf_keras.optimizers.legacy.Optimizer
+        keras.optimizers.Optimizer
+        | tf_keras.optimizers.Optimizer
+        | tf_keras.optimizers.legacy.Optimizer
     )
     Loss: TypeAlias = keras.losses.Loss | tf_keras.losses.Loss | Callable[..., tf.Tensor] | str
     LossArgument: TypeAlias = Loss | Sequence[Loss | None] | Mapping[str, Loss | None] | None
-    Metric: TypeAlias = keras.metrics.Metric | tf_keras.metrics.Metric | Callable[..., tf.Tensor] | str
-    MetricsArgument: TypeAlias = Sequence[Metric | Sequence[Metric]] | Mapping[str, Metric | Sequence[Metric]] | None
+    Metric: TypeAlias = (
+        keras.metrics.Metric | tf_keras.metrics.Metric | Callable[..., tf.Tensor] | str
+    )
+    MetricsArgument: TypeAlias = (
+        Sequence[Metric | Sequence[Metric]] | Mapping[str, Metric | Sequence[Metric]] | None
+    )
     WeightsArgument: TypeAlias = Sequence[float] | Mapping[str, float] | None
-    Arrays: TypeAlias = np.ndarray | tf.Tensor | tf.RaggedTensor | tf.SparseTensor | Iterable[object]
+    Arrays: TypeAlias = (
+        np.ndarray | tf.Tensor | tf.RaggedTensor | tf.SparseTensor | Iterable[object]
+    )
     Data: TypeAlias = Arrays | tf.data.Dataset[Any] | keras.utils.PyDataset
     Variables: TypeAlias = Sequence[tf.Variable | keras.Variable]
     Callback: TypeAlias = keras.callbacks.Callback | tf_keras.callbacks.Callback
-    CallbacksArgument: TypeAlias = Sequence[Callback] | keras.callbacks.Callback | keras.callbacks.CallbackList | None
+    CallbacksArgument: TypeAlias = (
+        Sequence[Callback] | keras.callbacks.Callback | keras.callbacks.CallbackList | None
+    )
 else:  # tf_keras is imported by those who use it
-    KerasModel = KerasOptimizer = Loss = LossArgument = Metric = MetricsArgument = WeightsArgument = Any
+    KerasModel = KerasOptimizer = Loss = LossArgument = Metric = MetricsArgument = (
+        WeightsArgument
+    ) = Any
     CallbacksArgument = Variables = Arrays = Data = Any

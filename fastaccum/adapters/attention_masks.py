@@ -9,18 +9,30 @@ import tensorflow as tf
 
 from fastaccum.kernels import private
 
-# Operations that cast, reshape or broadcast; they move no query and no key if the last two axes stay the same.
-_TRANSPARENT = {"BroadcastTo", "Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice"}
+# Operations that cast, reshape or broadcast; they move no query and no key if the last two axes
+# stay the same.
+_TRANSPARENT = {
+    "BroadcastTo",
+    "Cast",
+    "ExpandDims",
+    "Identity",
+    "Reshape",
+    "Squeeze",
+    "StridedSlice",
+}
 _BOTH = {"LogicalAnd", "Minimum"}
 _COMPARISONS = {"Greater": ">", "GreaterEqual": ">=", "Less": "<", "LessEqual": "<="}
 _MIRRORED = {">": "<", ">=": "<=", "<": ">", "<=": ">="}
 _LARGEST = 2**24  # elements of a mask that is evaluated
 
-Axes = tuple[str, ...]  # the names of the axes before the last two: "batch", "head", or "one" for any of size 1
+# the names of the axes before the last two: "batch", "head", or "one" for any of size 1
+Axes = tuple[str, ...]
 
 
 class Mask(NamedTuple):
-    """Parts of a mask: a query sees the keys that all parts let it see, and None lets it see all."""
+    """Parts of a mask: a query sees the keys that all parts let it see, and None lets it see
+    all.
+    """
 
     before: int | None = None  # query t sees keys from t - before
     after: int | None = None  # to t + after: a causal mask has 0
@@ -32,23 +44,30 @@ class Mask(NamedTuple):
     def both(self, other: Mask) -> Mask:
         """Returns the mask that has the parts of this one and of the other."""
         parts = zip((min, min, tf.logical_and, tf.logical_and), self[:4], other[:4], strict=True)
-        before, after, queries, keys = (b if a is None else a if b is None else join(a, b) for join, a, b in parts)
+        before, after, queries, keys = (
+            b if a is None else a if b is None else join(a, b) for join, a, b in parts
+        )
         return Mask(before, after, queries, keys, self.documents or other.documents)
 
 
-def read_mask(mask: tf.Tensor, queries: int, keys: int, *, zero_or_one: bool = False) -> Mask | None:
+def read_mask(
+    mask: tf.Tensor, queries: int, keys: int, *, zero_or_one: bool = False
+) -> Mask | None:
     """Takes a symbolic mask apart: true, or a positive integer, where a query sees a key.
 
-    A part that depends on no input of the graph is evaluated, such as a causal mask. A part of shape [B, 1, S] or
-    [B, T, 1] is padding, whatever its values. Integers [B, T, 1] that equal integers [B, 1, S] are documents, of which
-    a mask may have one part. Parts are joined by `&` or `minimum`, and may get axes of size 1. The mask is broadcast to
-    [B, H, queries, keys], as by NumPy; `zero_or_one` says that integers which are cast to booleans are no others.
-    Returns None if there is a part of another kind, such as one that differs between heads.
+    A part that depends on no input of the graph is evaluated, such as a causal mask. A part of
+    shape [B, 1, S] or [B, T, 1] is padding, whatever its values. Integers [B, T, 1] that equal
+    integers [B, 1, S] are documents, of which a mask may have one part. Parts are joined by `&` or
+    `minimum`, and may get axes of size 1. The mask is broadcast to [B, H, queries, keys], as by
+    NumPy; `zero_or_one` says that integers which are cast to booleans are no others. Returns None
+    if there is a part of another kind, such as one that differs between heads.
     """
     rank = mask.shape.rank
     if rank is None or not 2 <= rank <= 4 or not (mask.dtype.is_bool or mask.dtype.is_integer):
         return None
-    return _Reader((queries, keys), zero_or_one).read(mask, ("batch", "head")[4 - rank :], positive=True)
+    return _Reader((queries, keys), zero_or_one).read(
+        mask, ("batch", "head")[4 - rank :], positive=True
+    )
 
 
 class _Reader:
@@ -64,7 +83,9 @@ class _Reader:
         if (t.dtype.is_bool or positive) and (padding := self._read_padding(t, axes)) is not None:
             return padding
         if operation.type in _BOTH:
-            one, other = (self.read(each, names, positive) for each, names in _operands(operation, axes))
+            one, other = (
+                self.read(each, names, positive) for each, names in _operands(operation, axes)
+            )
             if one is None or other is None or (one.documents and other.documents):
                 return None
             return one.both(other)
@@ -78,18 +99,25 @@ class _Reader:
         if not t.dtype.is_bool or last != self._size:
             return None
         if operation.type == "Equal" and operation.inputs[0].dtype.is_integer:
-            (query, key), (other_query, other_key) = (self._along(*each) for each in _operands(operation, axes))
+            (query, key), (other_query, other_key) = (
+                self._along(*each) for each in _operands(operation, axes)
+            )
             query, key = other_query if query is None else query, other_key if key is None else key
             return _evaluate(t) if query is None or key is None else Mask(documents=(query, key))
         return _compare(operation) if operation.type in _COMPARISONS else _evaluate(t)
 
     def _read_padding(self, t: tf.Tensor, axes: Axes) -> Mask | None:
         """Reads a mask of shape [B, 1, S] or [B, T, 1]."""
-        query, key = (None if ids is None else ids if t.dtype.is_bool else ids > 0 for ids in self._along(t, axes))
+        query, key = (
+            None if ids is None else ids if t.dtype.is_bool else ids > 0
+            for ids in self._along(t, axes)
+        )
         return None if query is key is None else Mask(queries=query, keys=key)
 
     def _along(self, t: tf.Tensor, axes: Axes) -> tuple[tf.Tensor | None, tf.Tensor | None]:
-        """Returns a tensor of shape [B, T, 1] as [B, T], and none of keys; one of shape [B, 1, S] as [B, S] of keys."""
+        """Returns a tensor of shape [B, T, 1] as [B, T], and none of keys; one of shape [B, 1, S]
+        as [B, S] of keys.
+        """
         if (t.shape.rank or 0) < 2 or any(
             name == "head" and size != 1 for name, size in zip(axes, t.shape[:-2], strict=True)
         ):
@@ -107,7 +135,9 @@ def _operands(operation: tf.Operation, axes: Axes) -> list[tuple[tf.Tensor, Axes
 
 
 def _axes_of_input(operation: tf.Operation, axes: Axes) -> Axes | None:
-    """Names the axes of what an operation only casts, broadcasts or gives axes of size 1; None if it does more."""
+    """Names the axes of what an operation only casts, broadcasts or gives axes of size 1; None if
+    it does more.
+    """
     before, after = operation.inputs[0].shape, operation.outputs[0].shape
     if before.rank is None or before.rank < 2 or None in before[-2:] or before[-2:] != after[-2:]:
         return None
@@ -119,7 +149,9 @@ def _axes_of_input(operation: tf.Operation, axes: Axes) -> Axes | None:
             return None
     # With axes of size 1 left out, the input's are the result's.
     named = [name for name, length in zip(axes, after[:-2], strict=True) if length != 1]
-    if None in after[:-2] or [n for n in before[:-2] if n != 1] != [n for n in after[:-2] if n != 1]:
+    if None in after[:-2] or [n for n in before[:-2] if n != 1] != [
+        n for n in after[:-2] if n != 1
+    ]:
         return None
     return tuple(named.pop(0) if length != 1 else "one" for length in before[:-2])
 
@@ -140,7 +172,10 @@ def _compare(operation: tf.Operation) -> Mask | None:
     rows, columns = rows.ravel(), columns.ravel()
     if not (columns[1:] > columns[:-1]).all():
         return None
-    edge, places = np.searchsorted(columns, rows, "right" if sign in (">=", "<") else "left"), np.arange(len(rows))
+    edge, places = (
+        np.searchsorted(columns, rows, "right" if sign in (">=", "<") else "left"),
+        np.arange(len(rows)),
+    )
     if sign in ("<", "<="):  # the keys from the edge on
         before, after = places[-1] - edge[-1], len(columns)
         banded = np.array_equal(edge, np.maximum(places - before, 0))
@@ -155,14 +190,23 @@ def _is_column(t: tf.Tensor, queries: int) -> bool:
 
 
 def _band(before: int, after: int, rows: int, columns: int) -> Mask | None:
-    """Makes a mask of a band, without a bound that hides nothing; None where a query does not see its own place."""
-    first, last = (int(bound) if bound < size - 1 else None for bound, size in ((before, rows), (after, columns)))
+    """Makes a mask of a band, without a bound that hides nothing; None where a query does not see
+    its own place.
+    """
+    first, last = (
+        int(bound) if bound < size - 1 else None
+        for bound, size in ((before, rows), (after, columns))
+    )
     return None if before < 0 or after < 0 else Mask(first, last)
 
 
 def _evaluate(t: tf.Tensor) -> Mask | None:
     """Evaluates a mask of constants; None if it depends on an input, or is no band."""
-    if set(t.shape[:-2]) - {1} or t.shape.num_elements() > _LARGEST or (found := _constant(t)) is None:
+    if (
+        set(t.shape[:-2]) - {1}
+        or t.shape.num_elements() > _LARGEST
+        or (found := _constant(t)) is None
+    ):
         return None
     matrix = found.reshape(t.shape[-2:])
     (rows, columns), before, after = matrix.shape, matrix[:, 0].sum() - 1, matrix[0].sum() - 1
@@ -171,7 +215,9 @@ def _evaluate(t: tf.Tensor) -> Mask | None:
 
 
 def _constant(t: tf.Tensor) -> np.ndarray | None:
-    """Evaluates a tensor; None if it depends on an input of the graph, is drawn, or cannot be evaluated."""
+    """Evaluates a tensor; None if it depends on an input of the graph, is drawn, or cannot be
+    evaluated.
+    """
     if not private.has("lift_to_graph"):
         return None
     graph = tf.Graph()

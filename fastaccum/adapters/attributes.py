@@ -34,7 +34,9 @@ def restored(variables: Sequence[tf.Variable]) -> Iterator[None]:
 
 @contextmanager
 def replaced(attributes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
-    """Sets attributes, given as (object, name, value), and restores them on exit; blocks may be nested."""
+    """Sets attributes, given as (object, name, value), and restores them on exit; blocks may be
+    nested.
+    """
     with ExitStack() as undone:
         for owner, name, value in attributes:
             own = vars(owner)
@@ -52,18 +54,26 @@ def of_keras(thing: object) -> bool:
 
 
 def kinds(value: object) -> dict[str, type]:
-    """Returns a value's class and its bases by package and name, such as "keras.Optimizer", where these are true."""
+    """Returns a value's class and its bases by package and name, such as "keras.Optimizer", where
+    these are true.
+    """
     own = {known_name(each): each for each in reversed(type(value).__mro__)}
     own.pop("", None)
     return own
 
 
 def runs_keras(value: object, method: str) -> bool:
-    """Tells if an object's method is Keras's or tf_keras's, overridden neither by its class nor on the object."""
+    """Tells if an object's method is Keras's or tf_keras's, overridden neither by its class nor on
+    the object.
+    """
     function = getattr(type(value), method, None)
-    return function is not None and of_keras(function) and method not in getattr(value, "__dict__", {})
+    return (
+        function is not None and of_keras(function) and method not in getattr(value, "__dict__", {})
+    )
 
 
 def function_of(loss: Any) -> Callable | None:
-    """Returns the function whose values a Keras loss returns, its `fn`; None for a loss with a `call` of its own."""
+    """Returns the function whose values a Keras loss returns, its `fn`; None for a loss with a
+    `call` of its own.
+    """
     return getattr(loss, "fn", None) if runs_keras(loss, "call") else None

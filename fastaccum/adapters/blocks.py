@@ -1,4 +1,6 @@
-"""Parts of a model to be computed again in the backward pass: layers that repeat, and segments of flat graphs."""
+"""Parts of a model to be computed again in the backward pass: layers that repeat, and segments of
+flat graphs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from fastaccum.kernels.layer_stack import LayerStack
 
 _INPUTS = {"keras.InputLayer", "tf_keras.InputLayer"}
 _SPECTRAL = {"keras.SpectralNormalization", "tf_keras.SpectralNormalization"}
-# Recompute the blocks inside a layer, not the layer, if they hold at least this share of its weights.
+# Recompute the blocks inside a layer, not the layer, if they hold at least this share of its
+# weights.
 _MIN_SHARE_IN_BLOCKS = 0.75
 # What stands for a length that is not known, of an axis other than the rows'.
 _LENGTH = 128
@@ -36,12 +39,16 @@ class Segment(NamedTuple):
     @property
     def layers(self) -> list[keras.layers.Layer]:
         """The layers among the operations, with the layers inside them."""
-        layers = [node.operation for node in self.nodes if isinstance(node.operation, keras.layers.Layer)]
+        layers = [
+            node.operation for node in self.nodes if isinstance(node.operation, keras.layers.Layer)
+        ]
         return [part for layer in layers for part in private.flatten_layers(layer)]
 
 
 class Block(NamedTuple):
-    """Layer whose whole `call` is recomputed; or, with `segments`, a functional model that is cut."""
+    """Layer whose whole `call` is recomputed; or, with `segments`, a functional model that is
+    cut.
+    """
 
     layer: keras.layers.Layer | keras.Function
     segments: list[Segment] | None = None
@@ -51,13 +58,17 @@ class Block(NamedTuple):
         """The layers that are recomputed."""
         if self.segments is None:
             return [self.layer]
-        return [layer for segment in self.segments if segment.recomputed for layer in segment.layers]
+        return [
+            layer for segment in self.segments if segment.recomputed for layer in segment.layers
+        ]
 
 
 def find(model: keras.Model) -> list[Block]:
-    """Finds the blocks of a model: layers of one class side by side, unless most of each is in blocks of its own.
+    """Finds the blocks of a model: layers of one class side by side, unless most of each is in
+    blocks of its own.
 
-    A functional or Sequential model whose blocks hold less than that is cut into segments itself, if that is worth it.
+    A functional or Sequential model whose blocks hold less than that is cut into segments itself,
+    if that is worth it.
     """
     found = _search(model, {}, root=model)
     graph = graph_of(model)
@@ -71,7 +82,9 @@ def refusal(layer: keras.layers.Layer) -> str | None:
     if hasattr(layer, "update_state"):
         return "is a metric"
     if found := find_lookups(parts):
-        return f"holds the embedding {found[0][0].name!r}, whose ids are checked as they are looked up"
+        return (
+            f"holds the embedding {found[0][0].name!r}, whose ids are checked as they are looked up"
+        )
     if any(isinstance(part, LayerStack) for part in parts):
         return "holds a LayerStack, which recomputes by a policy of its own"
     if any(kinds(part).keys() & _SPECTRAL for part in parts):
@@ -79,11 +92,17 @@ def refusal(layer: keras.layers.Layer) -> str | None:
     return "is an input" if kinds(layer).keys() & _INPUTS else None
 
 
-def _search(layer: keras.layers.Layer, known: dict[int, list[Block]], root: keras.layers.Layer) -> list[Block]:
+def _search(
+    layer: keras.layers.Layer, known: dict[int, list[Block]], root: keras.layers.Layer
+) -> list[Block]:
     if id(layer) in known:
         return known[id(layer)]
     known[id(layer)] = []  # for a layer that holds itself
-    children = list({id(c): c for c in private.flatten_layers(layer, include_self=False, recursive=False)}.values())
+    children = list(
+        {
+            id(c): c for c in private.flatten_layers(layer, include_self=False, recursive=False)
+        }.values()
+    )
     children = [child for child in children if _is_composite(child)]
     number = collections.Counter(map(type, children))
     found: list[Block] = []
@@ -102,43 +121,63 @@ def _search(layer: keras.layers.Layer, known: dict[int, list[Block]], root: kera
 
 
 def _is_composite(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer is made of layers, and not one of Keras's own layers that happens to be."""
+    """Returns whether a layer is made of layers, and not one of Keras's own layers that happens to
+    be.
+    """
     if of_keras(type(layer)) and not {"keras.Model", "tf_keras.Model"} & kinds(layer).keys():
         return False
-    return bool(layer.weights) and any(part.weights for part in private.flatten_layers(layer, include_self=False))
+    return bool(layer.weights) and any(
+        part.weights for part in private.flatten_layers(layer, include_self=False)
+    )
 
 
 def _holds_most(blocks: list[Block], layer: keras.layers.Layer) -> bool:
     within = {id(w) for block in blocks for part in block.layers for w in part.weights}
-    others = {id(w) for embedding, _ in find_lookups(private.flatten_layers(layer)) for w in embedding.weights}
+    others = {
+        id(w)
+        for embedding, _ in find_lookups(private.flatten_layers(layer))
+        for w in embedding.weights
+    }
     own = {id(w) for w in layer.weights} - others
     return bool(within) and len(within & own) >= _MIN_SHARE_IN_BLOCKS * len(own)
 
 
 def graph_of(layer: keras.layers.Layer) -> keras.Function | None:
-    """Returns the node graph of a functional or Sequential model; None for a model with a `call` of its own."""
+    """Returns the node graph of a functional or Sequential model; None for a model with a `call` of
+    its own.
+    """
     if isinstance(layer, keras.Sequential):
         layer = private.functional(layer)
-    return layer if isinstance(layer, keras.Function) and package(type(layer).call) == "keras" else None
+    return (
+        layer
+        if isinstance(layer, keras.Function) and package(type(layer).call) == "keras"
+        else None
+    )
 
 
 def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Segment] | None:
-    """Cuts a graph where kept boundaries and the largest inside of a segment take the least memory, if `worth` of it.
+    """Cuts a graph where kept boundaries and the largest inside of a segment take the least memory,
+    if `worth` of it.
 
-    The last segment of a graph that `is_last` before the loss is kept, as the way back begins there.
+    The last segment of a graph that `is_last` before the loss is kept, as the way back begins
+    there.
     """
     nodes, apart = _ordered(graph)
     last_use = {id(t): len(nodes) for t in graph.outputs}
     for k, node in reversed(list(enumerate(nodes))):
         for t in node.input_tensors:
             last_use.setdefault(id(t), k)
-    uses = [[(last_use.get(id(t), k), _size(t)) for t in node.outputs] for k, node in enumerate(nodes)]
+    uses = [
+        [(last_use.get(id(t), k), _size(t)) for t in node.outputs] for k, node in enumerate(nodes)
+    ]
     costs = [_Cost(_inside(node), outputs) for node, outputs in zip(nodes, uses, strict=True)]
     ends, least = _least(costs, apart)
     if least >= worth * sum(cost.inside for k, cost in enumerate(costs) if k not in apart):
         return None
     parts = [nodes[i:j] for i, j in itertools.pairwise([0, *ends])]
-    segments = [_segment(part, graph.outputs, nodes, nodes.index(part[0]) not in apart) for part in parts]
+    segments = [
+        _segment(part, graph.outputs, nodes, nodes.index(part[0]) not in apart) for part in parts
+    ]
     if is_last:
         last = max(k for k, segment in enumerate(segments) if segment.recomputed)
         segments[last] = segments[last]._replace(recomputed=False)
@@ -146,19 +185,29 @@ def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Se
 
 
 def _ordered(graph: keras.Function) -> tuple[list[Any], set[int]]:
-    """Returns the nodes that a call runs, in Keras's order, and the places of those apart, which no block may hold."""
+    """Returns the nodes that a call runs, in Keras's order, and the places of those apart, which no
+    block may hold.
+    """
     by_depth = private.nodes_by_depth(graph)
-    nodes = [node for depth in sorted(by_depth, reverse=True) for node in by_depth[depth] if node.operation]
+    nodes = [
+        node
+        for depth in sorted(by_depth, reverse=True)
+        for node in by_depth[depth]
+        if node.operation
+    ]
     nodes = [*_callable([node for node in nodes if not node.is_input], graph)]
     outputs = {id(t) for t in graph.outputs}
     apart = [node for node in nodes if _is_apart(node, outputs)]
-    first = [*_callable(apart, graph)]  # what these do to ids and masks would part what others compute
+    # what these do to ids and masks would part what others compute
+    first = [*_callable(apart, graph)]
     nodes = [*first, *(node for node in nodes if node not in first)]
     return nodes, {k for k, node in enumerate(nodes) if node in apart}
 
 
 def _callable(nodes: list[Any], graph: keras.Function) -> Iterator[Any]:
-    """Yields the nodes whose inputs are there: as in Keras, what hangs on inputs of other graphs is not called."""
+    """Yields the nodes whose inputs are there: as in Keras, what hangs on inputs of other graphs is
+    not called.
+    """
     ready = {id(t) for t in graph.inputs}
     for node in nodes:
         if all(id(t) in ready for t in node.input_tensors):
@@ -179,11 +228,14 @@ def _is_apart(node: Any, outputs: set[int]) -> bool:
 
 class _Cost(NamedTuple):
     inside: float  # what a node's gradient reads
-    outputs: list[tuple[int, float]]  # of each the place of the last node that takes it, and its size
+    # of each the place of the last node that takes it, and its size
+    outputs: list[tuple[int, float]]
 
 
 def _least(costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
-    """Returns where segments end and their bytes, boundaries and largest inside; a node apart is a segment."""
+    """Returns where segments end and their bytes, boundaries and largest inside; a node apart is a
+    segment.
+    """
     total = sum(cost.inside for cost in costs)
     bound = max((cost.inside for k, cost in enumerate(costs) if k not in apart), default=0.0)
     best: tuple[list[int], float] = [len(costs)], math.inf
@@ -194,8 +246,11 @@ def _least(costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
 
 
 def _within(bound: float, costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
-    """Returns what `_least` does, with the least boundaries where no inside is larger than `bound`."""
-    # Of the first j nodes: what is kept at least, where the last segment of them begins, and the largest inside.
+    """Returns what `_least` does, with the least boundaries where no inside is larger than
+    `bound`.
+    """
+    # Of the first j nodes: what is kept at least, where the last segment of them begins, and the
+    # largest inside.
     best: list[tuple[float, int, float]] = [(0.0, 0, 0.0)]
     for j in range(1, len(costs) + 1):
         found = (math.inf, 0, 0.0)
@@ -215,12 +270,16 @@ def _within(bound: float, costs: list[_Cost], apart: set[int]) -> tuple[list[int
     return ends, kept + largest
 
 
-def _segment(part: list[Any], outputs: list[keras.KerasTensor], nodes: list[Any], recomputed: bool) -> Segment:
+def _segment(
+    part: list[Any], outputs: list[keras.KerasTensor], nodes: list[Any], recomputed: bool
+) -> Segment:
     made = {id(t): t for node in part for t in node.outputs}
     taken = {id(t): t for node in part for t in node.input_tensors if id(t) not in made}
     inside = {id(node) for node in part}
     elsewhere = {id(t) for node in nodes if id(node) not in inside for t in node.input_tensors}
-    given = [t for key, t in made.items() if key in elsewhere or any(t is output for output in outputs)]
+    given = [
+        t for key, t in made.items() if key in elsewhere or any(t is output for output in outputs)
+    ]
     return Segment(part, list(taken.values()), given, recomputed)
 
 
@@ -232,12 +291,17 @@ def _size(t: keras.KerasTensor) -> float:
 
 
 def _inside(node: Any) -> float:
-    """Estimates the bytes that a node's gradient reads: an output for each layer within, and attention's scores."""
+    """Estimates the bytes that a node's gradient reads: an output for each layer within, and
+    attention's scores.
+    """
     layer, out = node.operation, sum(map(_size, node.outputs))
     if not isinstance(layer, keras.layers.Layer):
         return out
     if (graph := graph_of(layer)) is not None:
         return sum(map(_inside, _ordered(graph)[0]))
-    shape, heads = node.outputs[0].shape, getattr(layer, "num_heads", getattr(layer, "num_query_heads", None))
+    shape, heads = (
+        node.outputs[0].shape,
+        getattr(layer, "num_heads", getattr(layer, "num_query_heads", None)),
+    )
     scores = 3.0 * heads * (shape[1] or _LENGTH) ** 2 * 4 if heads and len(shape) == 3 else 0.0
     return out * len(list(private.flatten_layers(layer))) + scores

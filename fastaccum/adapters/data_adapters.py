@@ -34,9 +34,11 @@ class _Sequence(keras.utils.PyDataset):
 class EpochBatches(keras.utils.PyDataset):
     """The batches that one epoch reads of a PyDataset, which Keras's adapter takes for a whole one.
 
-    An epoch reads `batches_per_epoch` batches, at most to the end of a pass, and the next epoch goes on from there.
-    Nothing is read ahead of an epoch's end, so what the PyDataset changes in `on_epoch_end` holds for all that follows.
-    The calls are those of Keras's `fit`: `reset` once, then `begin_epoch` and `end_epoch` for each epoch. A
+    An epoch reads `batches_per_epoch` batches, at most to the end of a pass, and the next epoch
+    goes on from there. Nothing is read ahead of an epoch's end, so what the PyDataset changes in
+    `on_epoch_end` holds for all that follows.
+    The calls are those of Keras's `fit`: `reset` once, then `begin_epoch` and `end_epoch` for each
+        epoch. A
     `tf_keras.utils.Sequence` is wrapped first, and begins anew in each epoch, as in tf_keras.
     """
 
@@ -60,7 +62,8 @@ class EpochBatches(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         if os.getpid() != self._process and threading.current_thread() is threading.main_thread():
-            # Ctrl-C reaches the workers too. One that it ends leaves a batch that fit would wait for without end.
+            # Ctrl-C reaches the workers too. One that it ends leaves a batch that fit would wait
+            # for without end.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         index += self._start
         return self.batches[index if self._order is None else self._order[index]]
@@ -73,7 +76,9 @@ class EpochBatches(keras.utils.PyDataset):
         self._start_pass()
 
     def begin_epoch(self) -> None:
-        """Calls the PyDataset's hook, draws the order where a pass begins, and finds the epoch's batches."""
+        """Calls the PyDataset's hook, draws the order where a pass begins, and finds the epoch's
+        batches.
+        """
         starts_pass = not self._epochs_of_pass
         if self.shuffled and starts_pass:
             self._random = random.getstate()
@@ -90,7 +95,9 @@ class EpochBatches(keras.utils.PyDataset):
         self._stop = min(stops, default=None)
 
     def end_epoch(self) -> None:
-        """Calls the PyDataset's hook; the next epoch goes on behind this one's batches, or begins a pass."""
+        """Calls the PyDataset's hook; the next epoch goes on behind this one's batches, or begins a
+        pass.
+        """
         length = self.batches.num_batches
         pass_ended = length is not None and self._stop >= min(length, self._length)
         self.batches.on_epoch_end()
@@ -107,7 +114,9 @@ class EpochBatches(keras.utils.PyDataset):
         return {"random": self._random or random.getstate(), "epochs_of_pass": self._epochs_of_pass}
 
     def replay(self, epochs: int, place: dict[str, Any]) -> None:
-        """Repeats the calls of epochs that had ended; Python's `random` then is in the state of the `place`."""
+        """Repeats the calls of epochs that had ended; Python's `random` then is in the state of the
+        `place`.
+        """
         for epoch in range(epochs):
             if epoch == epochs - place.get("epochs_of_pass", 0):
                 _set_random_state(place)
@@ -131,12 +140,16 @@ def _set_random_state(place: dict[str, Any]) -> None:
 
 
 def wrap_sequence(x: Any) -> Any:
-    """Wraps a `tf_keras.utils.Sequence` as a `keras.utils.PyDataset`, and returns anything else as it is."""
+    """Wraps a `tf_keras.utils.Sequence` as a `keras.utils.PyDataset`, and returns anything else as
+    it is.
+    """
     return _Sequence(x) if "tf_keras.Sequence" in kinds(x) else x
 
 
 def is_read_once(x: object) -> bool:
-    """Tells if `x` can be read only once; ImageDataGenerator's iterators, which number their batches, can be again."""
+    """Tells if `x` can be read only once; ImageDataGenerator's iterators, which number their
+    batches, can be again.
+    """
     return hasattr(x, "__next__") and not isinstance(wrap_sequence(x), keras.utils.PyDataset)
 
 
@@ -148,7 +161,9 @@ class PythonData(NamedTuple):
 
 
 def read_python(x: Any) -> PythonData:
-    """Returns the batches of a PyDataset, generator or torch DataLoader; those of one epoch for `EpochBatches`."""
+    """Returns the batches of a PyDataset, generator or torch DataLoader; those of one epoch for
+    `EpochBatches`.
+    """
     adapter = private.data_adapters.get_data_adapter(x)
     dataset = adapter.get_tf_dataset()
     if adapter.num_batches is not None and not isinstance(x, EpochBatches):

@@ -1,4 +1,6 @@
-"""A loss that takes over a model's output layer, so that the logits of a large vocabulary exist a part at a time."""
+"""A loss that takes over a model's output layer, so that the logits of a large vocabulary exist a
+part at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.attributes import function_of, kinds, known_name, of_keras, package, replaced
+from fastaccum.adapters.attributes import (
+    function_of,
+    kinds,
+    known_name,
+    of_keras,
+    package,
+    replaced,
+)
 from fastaccum.adapters.interceptors import Interceptor, Role, intercepting, is_users
 from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
@@ -31,40 +40,46 @@ _REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbed
 
 @keras.saving.register_keras_serializable("fastaccum")
 class LinearCrossEntropy(keras.losses.Loss):
-    """Softmax cross-entropy with integer labels, for a model whose last layer is linear and has many outputs.
+    """Softmax cross-entropy with integer labels, for a model whose last layer is linear and has
+    many outputs.
 
-    Equals `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with the same divisor and gradients, but
-    holds a part of the logits at a time. In train steps and `evaluate`, a `Trainer` leaves out the model's output layer
-    (the head) and computes the losses from the head's input and weights:
+    Equals `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with the same divisor and
+    gradients, but holds a part of the logits at a time. In train steps and `evaluate`, a `Trainer`
+    leaves out the model's output layer (the head) and computes the losses from the head's input and
+    weights:
 
         losses = fastaccum.kernels.linear_cross_entropy(hidden, head.kernel, labels, head.bias, ...)
 
-    A train step computes their gradients at once, a slice of the tokens at a time, unless a `chunk_size` is given. Up
-    to 4 million logits of a micro-batch (16 million on a GPU), or no more than the head's input has elements, are held
-    whole, which is faster.
-    `predict`, `save` and calls of the model compute the logits as before.
+    A train step computes their gradients at once, a slice of the tokens at a time, unless a
+    `chunk_size` is given. Up to 4 million logits of a micro-batch (16 million on a GPU), or no more
+    than the head's input has elements, are held whole, which is faster. `predict`, `save` and calls
+    of the model compute the logits as before.
 
-    These metrics of the same output are computed from the same slices: SparseCategoricalAccuracy (or "accuracy"),
+    These metrics of the same output are computed from the same slices: SparseCategoricalAccuracy
+        (or "accuracy"),
     SparseTopKCategoricalAccuracy, SparseCategoricalCrossentropy(from_logits=True) and KerasHub's
     Perplexity(from_logits=True). Tokens whose label is `ignore_index` count in none of them.
 
-    Products are computed in the dtype of the head's input and summed in float32: under mixed_float16 that is
-    float16 x float16 -> float32, even if the head's own dtype is float32. The kernel's gradient is float32.
+    Products are computed in the dtype of the head's input and summed in float32: under
+        mixed_float16 that is
+    float16 x float16 -> float32, even if the head's own dtype is float32. The kernel's gradient is
+    float32.
 
-    Args:
-        head: the name of the layer that computes the logits, whose output is the model's. It has a `kernel` [D, V] and
-            maybe a `bias` [V]; they may be properties, as in a head tied to an embedding. KerasHub's MaskedLMHead is
-            taken too. None for the layer with the output's name, or else the last Dense layer.
-        ignore_index: the label of tokens that count neither in the sum nor in its divisor: Keras's `ignore_class`.
+    Args: head: the name of the layer that computes the logits, whose output is the model's. It has
+        a `kernel` [D, V] and
+            maybe a `bias` [V]; they may be properties, as in a head tied to an embedding.
+            KerasHub's MaskedLMHead is taken too. None for the layer with the output's name, or else
+            the last Dense layer.
+        ignore_index: the label of tokens that count neither in the sum nor in its divisor: Keras's
+            `ignore_class`.
         label_smoothing: as in `linear_cross_entropy`.
         z_loss: as in `linear_cross_entropy`.
         chunk_size: as in `linear_cross_entropy`.
         reduction: as in Keras's losses.
         name: as in Keras's losses.
 
-    Raises:
-        TypeError: raised if an argument is of another type.
-        ValueError: raised if a number is out of its range; once the model is known, if the head is not a linear layer,
+    Raises: TypeError: raised if an argument is of another type. ValueError: raised if a number is
+        out of its range; once the model is known, if the head is not a linear layer,
             or if there are metrics of the same output that need the logits.
 
     >>> import numpy as np, fastaccum as fa
@@ -94,27 +109,47 @@ class LinearCrossEntropy(keras.losses.Loss):
             raise TypeError(f"head={head!r} must be a layer's name: pass head.name.")
         self.head = head
         numbers = require_options(ignore_index, label_smoothing, z_loss)
-        self.options: dict[str, Any] = dict(zip(("ignore_index", "label_smoothing", "z_loss"), numbers, strict=True))
-        self.chunk_size = None if chunk_size is None else checks.whole_number("chunk_size", chunk_size)
+        self.options: dict[str, Any] = dict(
+            zip(("ignore_index", "label_smoothing", "z_loss"), numbers, strict=True)
+        )
+        self.chunk_size = (
+            None if chunk_size is None else checks.whole_number("chunk_size", chunk_size)
+        )
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        """Returns the losses from logits [..., V], for Keras's own `evaluate`, where the head is not left out."""
+        """Returns the losses from logits [..., V], for Keras's own `evaluate`, where the head is
+        not left out.
+        """
         labels = _labels(y_true, y_pred)
         if not y_pred.shape[-1] or not labels.shape.is_compatible_with(y_pred.shape[:-1]):
-            shapes = f"y_true of class indices {labels.shape} does not fit logits y_pred {y_pred.shape}"
+            shapes = (
+                f"y_true of class indices {labels.shape} does not fit logits y_pred {y_pred.shape}"
+            )
             raise ValueError(f"{shapes}: they must be [...] and [..., classes].")
-        return _masked(cross_entropy_from_logits(y_pred, labels, **self.options), labels, self.options["ignore_index"])
+        return _masked(
+            cross_entropy_from_logits(y_pred, labels, **self.options),
+            labels,
+            self.options["ignore_index"],
+        )
 
     def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "head": self.head, **self.options, "chunk_size": self.chunk_size}
+        return {
+            **super().get_config(),
+            "head": self.head,
+            **self.options,
+            "chunk_size": self.chunk_size,
+        }
 
 
 class FusedHeadLoss:
-    """A `LinearCrossEntropy` with the linear layer that it takes over, or ValueError, as the train step calls them."""
+    """A `LinearCrossEntropy` with the linear layer that it takes over, or ValueError, as the train
+    step calls them.
+    """
 
     def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int | None):
         self._loss, self._output = loss, output
-        self.ranks: bool | None = None  # that `linear_cross_entropy_sum_and_scores` takes, by the output's metrics
+        # that `linear_cross_entropy_sum_and_scores` takes, by the output's metrics
+        self.ranks: bool | None = None
         self.reduction, self.ignore_class = loss.reduction, loss.options["ignore_index"]
         self.head = _find(model, loss.head, output)
         _require_linear(self.head, classes)
@@ -122,7 +157,9 @@ class FusedHeadLoss:
 
     @contextmanager
     def leave_head_out(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
-        """Lets the head pass its input on, in the dtype in which it comes, and shows it to `observe`."""
+        """Lets the head pass its input on, in the dtype in which it comes, and shows it to
+        `observe`.
+        """
         signature = inspect.signature(self.head.call)
 
         def pass_on(call: Callable[..., tf.Tensor], *args: Any, **kwargs: Any) -> tf.Tensor:
@@ -133,40 +170,50 @@ class FusedHeadLoss:
             if _is_masked(self.head):
                 inputs, positions = arguments.values()
                 inputs = keras.ops.take_along_axis(inputs, positions[..., None], axis=1)
-                inputs = private.intermediate_layer_norm(self.head, private.intermediate_dense(self.head, inputs))
+                inputs = private.intermediate_layer_norm(
+                    self.head, private.intermediate_dense(self.head, inputs)
+                )
             # A tensor of its own, so that whatever else reads it can be told.
             hidden = tf.identity(inputs)
             observe(hidden)
             return hidden
 
-        autocast = "autocast" if hasattr(self.head, "autocast") else private.autocast.name  # tf_keras
+        # tf_keras
+        autocast = "autocast" if hasattr(self.head, "autocast") else private.autocast.name
         left_out = Interceptor(self.head, "call", pass_on, Role.LEAVE_OUT)
         with intercepting([left_out]), replaced([(self.head, autocast, False)]):
             yield
 
     def require_hidden(self, y_pred: tf.Tensor, hidden: tf.Tensor | None) -> None:
-        """Raises ValueError unless the model's output is what the head passed on, and nothing else reads that."""
+        """Raises ValueError unless the model's output is what the head passed on, and nothing else
+        reads that.
+        """
         if hidden is None or y_pred is not hidden:
             raise ValueError(
-                f"The output {self._output!r} is not what layer {self.head.name!r} returns, so LinearCrossEntropy "
-                f"cannot take that layer's place. Pass head=..., the last linear layer's name, or use {KERAS_LOSS}."
+                f"The output {self._output!r} is not what layer {self.head.name!r} returns, so "
+                "LinearCrossEntropy cannot take that layer's place. Pass head=..., the last "
+                f"linear layer's name, or use {KERAS_LOSS}."
             )
         if tf.is_symbolic_tensor(y_pred) and y_pred.consumers():
             readers = [operation.name for operation in y_pred.consumers()]
             raise ValueError(
-                f"The logits of layer {self.head.name!r} are also read by {readers}, and LinearCrossEntropy never "
-                f"computes them. Use {KERAS_LOSS}."
+                f"The logits of layer {self.head.name!r} are also read by {readers}, and "
+                f"LinearCrossEntropy never computes them. Use {KERAS_LOSS}."
             )
 
     def labels(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
-        """Returns class indices [...] with a mask of those that count, as Keras's own losses attach one."""
+        """Returns class indices [...] with a mask of those that count, as Keras's own losses attach
+        one.
+        """
         labels = tf.identity(tf.cast(_labels(y_true, hidden), tf.int64))
         return _masked(labels, labels, self.ignore_class)
 
     def sum(
         self, labels: tf.Tensor, hidden: tf.Tensor, counted: tf.Tensor, weights: tf.Tensor | None
     ) -> tuple[tf.Tensor, ScoredLabels | None]:
-        """Returns the weighted sum of losses that are `counted`, bool [...], and labels' scores for metrics."""
+        """Returns the weighted sum of losses that are `counted`, bool [...], and labels' scores for
+        metrics.
+        """
         kernel, transposed = _kernel(self.head)
         bias = _bias_of(self.head)
         total, scores = linear_cross_entropy_sum_and_scores(
@@ -183,18 +230,27 @@ class FusedHeadLoss:
             **self._loss.options,
         )
         counted = tf.broadcast_to(counted, labels.shape)
-        return total, None if scores is None else ScoredLabels(labels, counted, scores, self.ignore_class)
+        return total, None if scores is None else ScoredLabels(
+            labels, counted, scores, self.ignore_class
+        )
 
 
 def replacement(loss: Any) -> str | None:
-    """Writes the argument that makes `LinearCrossEntropy` of a sparse cross-entropy from logits; None for others."""
+    """Writes the argument that makes `LinearCrossEntropy` of a sparse cross-entropy from logits;
+    None for others.
+    """
     arguments: dict[str, Any] = private.fn_kwargs(loss, {})
     name = known_name(function_of(loss))
-    sparse = name in ("keras.sparse_categorical_crossentropy", "tf_keras.sparse_categorical_crossentropy")
+    sparse = name in (
+        "keras.sparse_categorical_crossentropy",
+        "tf_keras.sparse_categorical_crossentropy",
+    )
     if not sparse or not arguments.get("from_logits"):
         return None
     ignored = arguments.get("ignore_class")
-    return f"loss=fastaccum.LinearCrossEntropy({'' if ignored is None else f'ignore_index={ignored}'})"
+    return (
+        f"loss=fastaccum.LinearCrossEntropy({'' if ignored is None else f'ignore_index={ignored}'})"
+    )
 
 
 def _masked(losses: tf.Tensor, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:
@@ -210,7 +266,8 @@ def _labels(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
     if y_true.shape.rank == y_pred.shape.rank:
         if y_true.shape[-1] != 1:
             raise ValueError(
-                f"LinearCrossEntropy takes class indices, but y has shape {y_true.shape}: pass np.argmax(y, axis=-1)."
+                f"LinearCrossEntropy takes class indices, but y has shape {y_true.shape}: pass "
+                "np.argmax(y, axis=-1)."
             )
         y_true = tf.squeeze(y_true, -1)
     return to_whole(y_true)
@@ -218,12 +275,14 @@ def _labels(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
 
 def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
     layers = model.layers
-    problem = f"head={name!r} names no layer of the model: it has {[layer.name for layer in layers]}."
+    problem = (
+        f"head={name!r} names no layer of the model: it has {[layer.name for layer in layers]}."
+    )
     found = [layer for layer in layers if layer.name == name]
     if name is None:  # only layers of which it is known what they compute
         problem = (
-            "LinearCrossEntropy finds no Dense layer in the model. Pass head=..., the name of the layer that makes the "
-            "logits; it needs a `kernel` [width, classes]."
+            "LinearCrossEntropy finds no Dense layer in the model. Pass head=..., the name of "
+            "the layer that makes the logits; it needs a `kernel` [width, classes]."
         )
         found = [layer for layer in layers if layer.name == output and _is_known(layer)]
         found = found or [layer for layer in layers if _is_dense(layer)]
@@ -233,7 +292,9 @@ def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
 
 
 def _is_known(layer: keras.layers.Layer) -> bool:
-    return any(kind(layer) for kind in (_is_dense, _is_reversible, _is_masked)) and not is_users(layer, "call")
+    return any(kind(layer) for kind in (_is_dense, _is_reversible, _is_masked)) and not is_users(
+        layer, "call"
+    )
 
 
 def _is_reversible(layer: keras.layers.Layer) -> bool:
@@ -243,22 +304,32 @@ def _is_reversible(layer: keras.layers.Layer) -> bool:
 
 
 def _is_masked(layer: keras.layers.Layer) -> bool:
-    """Tells if a layer is KerasHub's head of masked language models, with layers of its own before the linear one."""
+    """Tells if a layer is KerasHub's head of masked language models, with layers of its own before
+    the linear one.
+    """
     return "keras_hub.MaskedLMHead" in kinds(layer) and package(type(layer).call) == "keras_hub"
 
 
 def _is_dense(layer: keras.layers.Layer) -> bool:
     if type(layer) is fp32_layers.Fp32Dense:
         return True
-    return not {"keras.Dense", "tf_keras.Dense"}.isdisjoint(kinds(layer)) and of_keras(type(layer).call)
+    return not {"keras.Dense", "tf_keras.Dense"}.isdisjoint(kinds(layer)) and of_keras(
+        type(layer).call
+    )
 
 
 def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
-    """Returns a layer's kernel or None, as a variable where it is one, and True if its shape is [V, D], not [D, V]."""
+    """Returns a layer's kernel or None, as a variable where it is one, and True if its shape is [V,
+    D], not [D, V].
+    """
     if _is_reversible(layer):
         return (layer.embeddings, True) if layer.tie_weights else (layer.reverse_embeddings, False)
     if _is_masked(layer):
-        return (private.kernel(layer), False) if layer.token_embedding is None else _kernel(layer.token_embedding)
+        return (
+            (private.kernel(layer), False)
+            if layer.token_embedding is None
+            else _kernel(layer.token_embedding)
+        )
     return getattr(layer, "kernel", None), False
 
 
@@ -270,27 +341,32 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
     what = f"The head {layer.name!r} ({type(layer).__name__})"
     if (mode := getattr(layer, "quantization_mode", None)) is not None:
         raise ValueError(
-            f"{what} is quantised to {mode}: its logits are not those of its kernel, which LinearCrossEntropy computes "
-            f"with. Use {KERAS_LOSS}, or quantise the model after training."
+            f"{what} is quantised to {mode}: its logits are not those of its kernel, which "
+            f"LinearCrossEntropy computes with. Use {KERAS_LOSS}, or quantise the model after "
+            "training."
         )
     (kernel, transposed), bias = _kernel(layer), _bias_of(layer)
     if kernel is None or len(kernel.shape) != 2 or kernel.shape[0 if transposed else 1] != classes:
         shape = None if kernel is None else tuple(kernel.shape)
         raise ValueError(
-            f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, {classes}], for the model's "
-            f"output of {classes} classes. Pass head=..., the name of the layer that makes the logits, or, for a head "
-            f"of several layers other than KerasHub's MaskedLMHead, use {KERAS_LOSS}."
+            f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, "
+            f"{classes}], for the model's output of {classes} classes. Pass head=..., the name "
+            "of the layer that makes the logits, or, for a head of several layers other than "
+            f"KerasHub's MaskedLMHead, use {KERAS_LOSS}."
         )
     function = getattr(layer, "activation", None)
     is_linear = function is None or known_name(function) in ("keras.linear", "tf_keras.linear")
     activation = getattr(function, "__name__", function)
     if not of_keras(function):
         activation = f"{activation} of your own"
-    capped = getattr(getattr(layer, "token_embedding", layer), "logit_soft_cap", None) and not _is_reversible(layer)
+    capped = getattr(
+        getattr(layer, "token_embedding", layer), "logit_soft_cap", None
+    ) and not _is_reversible(layer)
     if not is_linear or capped or getattr(layer, "activity_regularizer", None) is not None:
         raise ValueError(
-            f"{what} has activation={activation!r}, a soft cap of its own or an activity regulariser; "
-            "LinearCrossEntropy needs the plain logits, or the soft cap of a ReversibleEmbedding. Leave them out."
+            f"{what} has activation={activation!r}, a soft cap of its own or an activity "
+            "regulariser; LinearCrossEntropy needs the plain logits, or the soft cap of a "
+            "ReversibleEmbedding. Leave them out."
         )
     if not _is_known(layer):
         # The `call` of a user's layer may do more with its kernel than its shape tells.
@@ -298,5 +374,6 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
         logits = tf.matmul(hidden, tf.convert_to_tensor(kernel)) + (0.0 if bias is None else bias)
         if not np.allclose(tf.cast(layer(hidden), tf.float32), logits, rtol=0.05, atol=0.05):
             raise ValueError(
-                f"{what} does not return `x @ kernel + bias`, as LinearCrossEntropy does: use {KERAS_LOSS}."
+                f"{what} does not return `x @ kernel + bias`, as LinearCrossEntropy does: use "
+                f"{KERAS_LOSS}."
             )

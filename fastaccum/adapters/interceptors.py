@@ -1,7 +1,8 @@
 """Replaces methods of single layers; the role of each replacement says what wraps what.
 
-To make a layer compute in another way, register an `Interceptor`. Its layer's class and other instances stay as they
-are. The role alone says what wraps what, in whichever order interceptors are registered.
+To make a layer compute in another way, register an `Interceptor`. Its layer's class and other
+instances stay as they are. The role alone says what wraps what, in whichever order interceptors are
+registered.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import keras
 
 
 class Role(enum.IntEnum):
-    """The use of an interceptor: a later role wraps an earlier one, and of one role the last registered is outermost.
+    """The use of an interceptor: a later role wraps an earlier one, and of one role the last
+    registered is outermost.
 
-    Where the user has assigned the method on the layer itself (`layer.call = ...`), interceptors of the roles FORM and
-    PRECISION, and those of an `owner`'s method, are skipped.
+    Where the user has assigned the method on the layer itself (`layer.call = ...`), interceptors of
+    the roles FORM and PRECISION, and those of an `owner`'s method, are skipped.
     """
 
     FORM = enum.auto()  # another form of the same computation, for XLA or for speed
@@ -33,10 +35,11 @@ class Role(enum.IntEnum):
 
 
 class Interceptor(NamedTuple):
-    """A layer's method and its replacement, which is called with what it wraps, then with the method's arguments.
+    """A layer's method and its replacement, which is called with what it wraps, then with the
+    method's arguments.
 
-    The method is the layer's own, or that of a base class, its `owner`, so that `super()` in the layer's class reaches
-    the replacement.
+    The method is the layer's own, or that of a base class, its `owner`, so that `super()` in the
+    layer's class reaches the replacement.
     """
 
     layer: keras.layers.Layer
@@ -100,7 +103,9 @@ class _Intercepted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Looked up now: the layer's class may have changed.
-        call = self._own or functools.partial(getattr(self._kind or type(self._layer), self._method), self._layer)
+        call = self._own or functools.partial(
+            getattr(self._kind or type(self._layer), self._method), self._layer
+        )
         for each in self.interceptors:
             if self._own is None or (each.role > Role.PRECISION and each.owner is None):
                 call = functools.partial(each.replacement, call)
@@ -121,17 +126,23 @@ class _Intercepted:
         """Returns what a copy of the layer has: a method without interceptors."""
         if self._own is not None:
             return copy.deepcopy(self._own, memo)
-        return types.MethodType(getattr(type(self._layer), self._method), copy.deepcopy(self._layer, memo))
+        return types.MethodType(
+            getattr(type(self._layer), self._method), copy.deepcopy(self._layer, memo)
+        )
 
 
 class _Between:
-    """Marks a class between a layer's class and its `owner`, where `super()` finds the layer's interceptors."""
+    """Marks a class between a layer's class and its `owner`, where `super()` finds the layer's
+    interceptors.
+    """
 
     __slots__ = ()
 
 
 def _place(interceptor: Interceptor) -> Any:
-    """Returns the object that the replaced method is set on: the layer, or a class of its own that it gets."""
+    """Returns the object that the replaced method is set on: the layer, or a class of its own that
+    it gets.
+    """
     layer, method, owner = interceptor.layer, interceptor.method, interceptor.owner
     own = type(layer)
     if owner is None or getattr(own, method) is getattr(owner, method):

@@ -1,4 +1,6 @@
-"""Layers of Keras 3 and tf_keras in another form, for speed or precision; and the ids that embeddings look up."""
+"""Layers of Keras 3 and tf_keras in another form, for speed or precision; and the ids that
+embeddings look up.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Call = Callable[..., tf.Tensor]  # a layer's method
 
 
 def make_forms(layers: Iterable[keras.layers.Layer], uses_xla: bool) -> list[Interceptor]:
-    """Returns interceptors with forms that XLA compiles in a loop or in less memory, or that pass less over memory."""
+    """Returns interceptors with forms that XLA compiles in a loop or in less memory, or that pass
+    less over memory.
+    """
     found: list[tuple[keras.layers.Layer, str, Callable[..., tf.Tensor]]] = []
     for layer in layers:
         if not uses_xla:
@@ -33,15 +37,22 @@ def make_forms(layers: Iterable[keras.layers.Layer], uses_xla: bool) -> list[Int
             found.append((layer, "call", _normalize_rms))
         elif _is_dilated(layer):
             found.append((layer, "convolution_op", _convolve))
-    return [Interceptor(layer, name, functools.partial(form, layer), Role.FORM) for layer, name, form in found]
+    return [
+        Interceptor(layer, name, functools.partial(form, layer), Role.FORM)
+        for layer, name, form in found
+    ]
 
 
 def make_fp32(layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
     """Returns interceptors that compute weight gradients in float32 under mixed precision."""
-    return [Interceptor(layer, "call", call, Role.PRECISION) for layer, call in fp32_layers.fp32_calls(layers)]
+    return [
+        Interceptor(layer, "call", call, Role.PRECISION)
+        for layer, call in fp32_layers.fp32_calls(layers)
+    ]
 
 
-# The forms take the arguments of the layer's method by its names: Keras passes on what it is called with.
+# The forms take the arguments of the layer's method by its names: Keras passes on what it is called
+# with.
 
 
 def _is_dilated(layer: keras.layers.Layer) -> bool:
@@ -56,13 +67,18 @@ def _convolve(layer: keras.layers.Layer, call: Call, inputs: tf.Tensor, kernel: 
         return call(inputs, kernel)
     # Keras dilates by way of a space-to-batch op whose gradient XLA cannot compile in a loop.
     kernel = tf.convert_to_tensor(kernel)
-    return tf.nn.conv2d(inputs, kernel, layer.strides, layer.padding.upper(), dilations=layer.dilation_rate)
+    return tf.nn.conv2d(
+        inputs, kernel, layer.strides, layer.padding.upper(), dilations=layer.dilation_rate
+    )
 
 
 def _normalize_layer(layer: keras.layers.Layer, call: Call, inputs: tf.Tensor) -> tf.Tensor:
     if not _over_last_axis(layer, inputs):
         return call(inputs)
-    weights = (None if w is None else tf.cast(w, accumulator_dtype(inputs.dtype)) for w in (layer.gamma, layer.beta))
+    weights = (
+        None if w is None else tf.cast(w, accumulator_dtype(inputs.dtype))
+        for w in (layer.gamma, layer.beta)
+    )
     return tf.cast(layer_norm(inputs, *weights, epsilon=layer.epsilon), layer.compute_dtype)
 
 
@@ -74,11 +90,16 @@ def _normalize_rms(layer: keras.layers.Layer, call: Call, x: tf.Tensor) -> tf.Te
 
 def _is_plain_batch_norm(layer: keras.layers.Layer) -> bool:
     plain = type(layer) is keras.layers.BatchNormalization and layer.variable_dtype == "float32"
-    return plain and not (layer.synchronized or getattr(layer, "renorm", False))  # older versions have no renorm
+    # older versions have no renorm
+    return plain and not (layer.synchronized or getattr(layer, "renorm", False))
 
 
 def _normalize_batch(
-    layer: keras.layers.Layer, call: Call, inputs: tf.Tensor, training: bool | None = None, mask: Any = None
+    layer: keras.layers.Layer,
+    call: Call,
+    inputs: tf.Tensor,
+    training: bool | None = None,
+    mask: Any = None,
 ) -> tf.Tensor:
     fused = _over_last_axis(layer, inputs) and inputs.dtype != tf.float64 and mask is None
     if not (fused and training and layer.trainable):
@@ -86,7 +107,9 @@ def _normalize_batch(
     size = layer.moving_mean.shape
     scale = tf.convert_to_tensor(layer.gamma) if layer.scale else tf.ones(size)
     offset = tf.convert_to_tensor(layer.beta) if layer.center else tf.zeros(size)
-    y, mean, variance = batch_norm(tf.cast(inputs, tf.float32), scale, offset, epsilon=layer.epsilon)
+    y, mean, variance = batch_norm(
+        tf.cast(inputs, tf.float32), scale, offset, epsilon=layer.epsilon
+    )
     for moving, of_batch in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
         moving.assign(moving * layer.momentum + of_batch * (1.0 - layer.momentum))
     return tf.cast(y, layer.compute_dtype)
@@ -94,25 +117,39 @@ def _normalize_batch(
 
 def _over_last_axis(layer: keras.layers.Layer, inputs: tf.Tensor) -> bool:
     floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32, tf.float64)
-    last = floating and bool(inputs.shape[-1]) and tf.nest.flatten(layer.axis) in ([-1], [inputs.shape.rank - 1])
+    last = (
+        floating
+        and bool(inputs.shape[-1])
+        and tf.nest.flatten(layer.axis) in ([-1], [inputs.shape.rank - 1])
+    )
     return last and layer.epsilon is not None  # for None Keras has a number of its own
 
 
 def find_lookups(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, int]]:
-    """Lists the embedding layers with the rows of their tables: XLA clamps ids outside of these silently."""
+    """Lists the embedding layers with the rows of their tables: XLA clamps ids outside of these
+    silently.
+    """
     found = [layer for layer in layers if _lookup_class(layer)]
     # A subclass may have made a larger table than it was asked for.
-    return [(layer, max([layer.input_dim, *(v.shape[0] for v in layer.weights[:1])])) for layer in found]
+    return [
+        (layer, max([layer.input_dim, *(v.shape[0] for v in layer.weights[:1])])) for layer in found
+    ]
 
 
 def make_id_observers(
-    lookups: Sequence[tuple[keras.layers.Layer, int]], observe: Callable[[int, tf.Tensor], None], uses_xla: bool
+    lookups: Sequence[tuple[keras.layers.Layer, int]],
+    observe: Callable[[int, tf.Tensor], None],
+    uses_xla: bool,
 ) -> list[Interceptor]:
-    """Returns interceptors that pass ids which reach Keras's lookup of embedding i to `observe(i, ids)`."""
+    """Returns interceptors that pass ids which reach Keras's lookup of embedding i to `observe(i,
+    ids)`.
+    """
     found = []
     for i, (layer, size) in enumerate(lookups):
         owner = _lookup_class(layer)
-        replacement = functools.partial(_look_up, functools.partial(observe, i), None if uses_xla else size)
+        replacement = functools.partial(
+            _look_up, functools.partial(observe, i), None if uses_xla else size
+        )
         names = [name for name in ("call", "quantized_call") if hasattr(owner or layer, name)]
         found += [Interceptor(layer, name, replacement, Role.OBSERVE, owner) for name in names]
     return found
@@ -125,7 +162,11 @@ def _lookup_class(layer: keras.layers.Layer) -> type | None:
 
 
 def _look_up(
-    observe: Callable[[tf.Tensor], None], size: int | None, call: Callable[..., Nest], *args: Nest, **kwargs: Nest
+    observe: Callable[[tf.Tensor], None],
+    size: int | None,
+    call: Callable[..., Nest],
+    *args: Nest,
+    **kwargs: Nest,
 ) -> Nest:
     # ReversibleEmbedding's quantised form takes hidden states too, to compute logits.
     if kwargs.get("reverse", args[1:2] == (True,)):

@@ -1,4 +1,6 @@
-"""Computes any Keras loss as a loss sum and a weight sum, which add up over micro-batches exactly."""
+"""Computes any Keras loss as a loss sum and a weight sum, which add up over micro-batches
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,26 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters import row_counts, row_mixing, scalar_losses, traces
-from fastaccum.adapters.attributes import Nest, Variable, function_of, kinds, known_name, of_keras, runs_keras
+from fastaccum.adapters.attributes import (
+    Nest,
+    Variable,
+    function_of,
+    kinds,
+    known_name,
+    of_keras,
+    runs_keras,
+)
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known, to_whole
+from fastaccum.adapters.outputs import (
+    Matched,
+    Outputs,
+    get_mask,
+    make_distinct,
+    require_known,
+    to_whole,
+)
 from fastaccum.kernels import private
 from fastaccum.kernels.shapes import as_float, lengths
 
@@ -25,7 +42,9 @@ _SHORTHANDS = ("crossentropy", "ce")  # Keras takes the one that fits the labels
 
 
 class Term(NamedTuple):
-    """One output's loss over one micro-batch: float32 scalars, and the labels' scores where metrics need them."""
+    """One output's loss over one micro-batch: float32 scalars, and the labels' scores where metrics
+    need them.
+    """
 
     loss_sum: tf.Tensor  # of weight x loss over valid elements
     weight_sum: tf.Tensor  # over the full batch, what the loss's reduction divides by
@@ -41,9 +60,11 @@ class Output(NamedTuple):
     loss: keras.losses.Loss
     weight: float | Variable  # a variable is read in each step
     classes: int | None  # set if labels are class indices
-    # Set if each row's loss has a factor `rows**p`: p, or p + 1 with the reduction "sum", which then counts as a mean.
+    # Set if each row's loss has a factor `rows**p`: p, or p + 1 with the reduction "sum", which
+    # then counts as a mean.
     power: float | None = None
-    scalar: scalar_losses.ScalarLoss | None = None  # set if the loss is one number for a batch, or a pair of numbers
+    # set if the loss is one number for a batch, or a pair of numbers
+    scalar: scalar_losses.ScalarLoss | None = None
 
     @property
     def reduction(self) -> str:
@@ -68,7 +89,9 @@ class Losses:
         self.log_names: list[str] = []  # of each output's loss, empty where there is but one
 
     def build(self, outputs: Outputs, y_true: Nest, targets_are_own: bool = False) -> None:
-        """Matches losses with outputs, for specs of targets; `targets_are_own` if a `compute_loss` may match them."""
+        """Matches losses with outputs, for specs of targets; `targets_are_own` if a `compute_loss`
+        may match them.
+        """
         self.outputs = []
         self.calling_python = []
         try:
@@ -79,9 +102,11 @@ class Losses:
             targets = outputs.specs
         if targets_are_own and self._loss is not None and not tf.nest.flatten(y_true):
             raise ValueError(
-                "There is no y, so compute_loss makes the targets of its compiled loss by itself, which Trainer cannot "
-                "take over micro-batches. Call a Keras loss in compute_loss, and compile with none; or write the step "
-                "with fastaccum.TrainStep, whose loss function returns (model.compute_loss(...) * rows, rows)."
+                "There is no y, so compute_loss makes the targets of its compiled loss by "
+                "itself, which Trainer cannot take over micro-batches. Call a Keras loss in "
+                "compute_loss, and compile with none; or write the step with "
+                "fastaccum.TrainStep, whose loss function returns (model.compute_loss(...) * "
+                "rows, rows)."
             )
         several = outputs.takes_lists and len(outputs.names) > 1
         weights = outputs.match(self._loss_weights, "loss_weights", True, several)
@@ -97,13 +122,21 @@ class Losses:
                 _require_sum_of_rows(loss, name, outputs.specs[i], scalar is not None)
                 classes = None
                 if takes_class_indices(loss):
-                    shape, axis = tuple(outputs.specs[i].shape), private.fn_kwargs(loss, {}).get("axis", -1)
+                    shape, axis = (
+                        tuple(outputs.specs[i].shape),
+                        private.fn_kwargs(loss, {}).get("axis", -1),
+                    )
                     if not -len(shape) <= axis < len(shape):
-                        raise ValueError(f"loss of output {name!r} has axis={axis}, and the output has shape {shape}.")
+                        raise ValueError(
+                            f"loss of output {name!r} has axis={axis}, and the output has shape "
+                            f"{shape}."
+                        )
                     classes = shape[axis]
                 self.outputs.append(Output(i, name, loss, weight, classes, scalar=scalar))
         if not self.outputs and self._loss is not None:
-            raise ValueError(f"No output has both a loss and a target: the outputs are {outputs.names}.")
+            raise ValueError(
+                f"No output has both a loss and a target: the outputs are {outputs.names}."
+            )
         logged = outputs.logs_each_loss(len(self.outputs))
         self.mixing = {}
         self.unproven = {}
@@ -117,10 +150,15 @@ class Losses:
                 self.mixing[o.name] = operation
             if power:
                 self.outputs[k] = o._replace(power=power + (o.reduction == "sum"))
-        self.log_names = make_distinct(f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged)
+        self.log_names = make_distinct(
+            f"{outputs.log_names[o.position]}_loss" for o in self.outputs if logged
+        )
 
-    def _find_scalar(self, loss: keras.losses.Loss, *specs: keras.KerasTensor) -> scalar_losses.ScalarLoss | None:
-        """Finds what a loss that returns one number for a batch, or a pair, is over rows; else None.
+    def _find_scalar(
+        self, loss: keras.losses.Loss, *specs: keras.KerasTensor
+    ) -> scalar_losses.ScalarLoss | None:
+        """Finds what a loss that returns one number for a batch, or a pair, is over rows; else
+        None.
 
         Notes the loss in `calling_python` if it calls Python.
         """
@@ -142,18 +180,24 @@ class Losses:
         return list({id(w): w for w in weights if not isinstance(w, float)}.values())
 
     def require_targets(self, outputs: Outputs, y_true: Nest) -> None:
-        """Raises ValueError unless targets are for outputs that exist, and for each that was built with a loss."""
+        """Raises ValueError unless targets are for outputs that exist, and for each that was built
+        with a loss.
+        """
         targets = outputs.targets(y_true)
         for o in self.outputs:
             _require_target(o.position, outputs, targets)
 
     def take_over_heads(self, model: Model) -> list[Output]:
-        """Gives each `LinearCrossEntropy` the layer that it leaves out; returns the outputs without logits then."""
+        """Gives each `LinearCrossEntropy` the layer that it leaves out; returns the outputs without
+        logits then.
+        """
         with_loss = [o.position for o in self.outputs]
         for k, o in enumerate(self.outputs):
             if isinstance(o.loss, LinearCrossEntropy):
                 if with_loss.count(o.position) > 1:
-                    raise ValueError(f"Output {o.name!r} has a loss beside LinearCrossEntropy: use {KERAS_LOSS}.")
+                    raise ValueError(
+                        f"Output {o.name!r} has a loss beside LinearCrossEntropy: use {KERAS_LOSS}."
+                    )
                 self.outputs[k] = o._replace(loss=FusedHeadLoss(o.loss, model, o.name, o.classes))
         return self._with_heads
 
@@ -163,15 +207,23 @@ class Losses:
 
     @contextlib.contextmanager
     def leave_heads_out(self) -> Iterator[dict[int, tf.Tensor]]:
-        """Lets the heads that were taken over return their inputs; yields the latest inputs by output position."""
+        """Lets the heads that were taken over return their inputs; yields the latest inputs by
+        output position.
+        """
         hidden: dict[int, tf.Tensor] = {}
         with contextlib.ExitStack() as scopes:
             for o in self._with_heads:
-                scopes.enter_context(o.loss.leave_head_out(lambda tensor, i=o.position: hidden.update({i: tensor})))
+                scopes.enter_context(
+                    o.loss.leave_head_out(lambda tensor, i=o.position: hidden.update({i: tensor}))
+                )
             yield hidden
 
-    def terms(self, batch: Matched, hidden: Mapping[int, tf.Tensor], rows: tf.Tensor | None = None) -> list[Term]:
-        """Returns one term per output with a loss, for a step of so many `rows` and what `leave_heads_out` yielded."""
+    def terms(
+        self, batch: Matched, hidden: Mapping[int, tf.Tensor], rows: tf.Tensor | None = None
+    ) -> list[Term]:
+        """Returns one term per output with a loss, for a step of so many `rows` and what
+        `leave_heads_out` yielded.
+        """
         for o in self._with_heads:
             o.loss.require_hidden(batch.y_pred[o.position], hidden.get(o.position))
         terms = []
@@ -185,7 +237,10 @@ class Losses:
             if o.power is not None:
                 own = as_float(lengths(batch.y_pred[o.position])[0])
                 all_rows = own * self.replicas if rows is None else rows
-                loss_sum, weight_sum = terms[i].loss_sum * (all_rows / own) ** o.power, terms[i].weight_sum
+                loss_sum, weight_sum = (
+                    terms[i].loss_sum * (all_rows / own) ** o.power,
+                    terms[i].weight_sum,
+                )
                 if o.loss.reduction == "sum":
                     valid = batch.valid[o.position]
                     weight_sum = own if valid is None else tf.reduce_sum(tf.cast(valid, tf.float32))
@@ -196,7 +251,11 @@ class Losses:
     @property
     def scalar_positions(self) -> list[int]:
         """Lists the positions of scalar losses, whose terms have a factor, among the terms."""
-        return [k for k, o in enumerate(self.outputs) if o.scalar is not None and o.scalar.kind != "pair"]
+        return [
+            k
+            for k, o in enumerate(self.outputs)
+            if o.scalar is not None and o.scalar.kind != "pair"
+        ]
 
     @property
     def need_exact_rows(self) -> bool:
@@ -209,25 +268,41 @@ class Losses:
         for o in self.outputs:
             if o.classes is not None and largest >= o.classes:
                 classes = f"{o.classes} classes, from 0 to {o.classes - 1}"
-                raise ValueError(f"class_weight={class_weight} names class {largest}, but {o.name!r} has {classes}.")
+                raise ValueError(
+                    f"class_weight={class_weight} names class {largest}, but {o.name!r} has "
+                    f"{classes}."
+                )
 
     def class_indices(self, y_true: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns the labels of the outputs whose `classes` are set, from targets by output; ignored labels are 0."""
+        """Returns the labels of the outputs whose `classes` are set, from targets by output;
+        ignored labels are 0.
+        """
         found = []
         for o in self.outputs:
             if o.classes is not None:
                 of_tf_keras = private.fn_kwargs(o.loss, {}).get("ignore_class")
-                labels, ignored = to_whole(y_true[o.position]), getattr(o.loss, "ignore_class", of_tf_keras)
-                found.append(labels if ignored is None else tf.where(labels == ignored, tf.zeros_like(labels), labels))
+                labels, ignored = (
+                    to_whole(y_true[o.position]),
+                    getattr(o.loss, "ignore_class", of_tf_keras),
+                )
+                found.append(
+                    labels
+                    if ignored is None
+                    else tf.where(labels == ignored, tf.zeros_like(labels), labels)
+                )
         return found
 
     def in_range(self, batch: Matched) -> Matched:
-        """Replaces labels that are no class, which the index checks report, by 0: TensorFlow's operations raise."""
+        """Replaces labels that are no class, which the index checks report, by 0: TensorFlow's
+        operations raise.
+        """
         y_true = list(batch.y_true)
         with_classes = [o for o in self.outputs if o.classes is not None]
         for o, labels in zip(with_classes, self.class_indices(y_true), strict=True):
             own = y_true[o.position]
-            y_true[o.position] = tf.where((labels >= 0) & (labels < o.classes), own, tf.zeros_like(own))
+            y_true[o.position] = tf.where(
+                (labels >= 0) & (labels < o.classes), own, tf.zeros_like(own)
+            )
         return batch._replace(y_true=y_true)
 
 
@@ -238,22 +313,27 @@ def compute_term(
     sample_weight: tf.Tensor | None = None,
     valid: tf.Tensor | None = None,
 ) -> Term:
-    """Computes the sums behind `loss(y_true, y_pred, sample_weight)` over the rows, or elements, that are `valid`.
+    """Computes the sums behind `loss(y_true, y_pred, sample_weight)` over the rows, or elements,
+    that are `valid`.
 
-    With `l = loss.call(y_true, y_pred)`, `v` the valid elements (what does not merely pad, and where a Keras mask is
+    With `l = loss.call(y_true, y_pred)`, `v` the valid elements (what does not merely pad, and
+    where a Keras mask is
     true) and `w` the sample weights:
 
-        loss_sum = sum(v * w * l)
-        weight_sum = sum(v)            # "sum_over_batch_size", "mean", "sum"; a weight of 0 counts, as in Keras
-        weight_sum = sum(v * w)        # "mean_with_sample_weight"
+        loss_sum = sum(v * w * l) weight_sum = sum(v)            # "sum_over_batch_size", "mean",
+        "sum"; a weight of 0 counts, as in Keras weight_sum = sum(v * w)        #
+        "mean_with_sample_weight"
 
-    so that `loss_sum / weight_sum` is what Keras computes ("sum" divides by nothing).
-    Raises ValueError if the loss returns a mean instead of one value per example, or if a shape does not fit.
+    so that `loss_sum / weight_sum` is what Keras computes ("sum" divides by nothing). Raises
+    ValueError if the loss returns a mean instead of one value per example, or if a shape does not
+    fit.
     """
     masks = [get_mask(y_pred)]
     if isinstance(loss, FusedHeadLoss):
-        values = loss.labels(y_true, y_pred)  # in place of the losses, which only their sum may need
-    elif hasattr(y_pred, "log_prob"):  # tensorflow-probability's distributions, which a cast would draw from
+        # in place of the losses, which only their sum may need
+        values = loss.labels(y_true, y_pred)
+    elif hasattr(y_pred, "log_prob"):
+        # tensorflow-probability's distributions, which a cast would draw from
         values = (function_of(loss) or loss.call)(y_true, y_pred)
     else:
         values = _call(loss, y_true, y_pred)
@@ -275,7 +355,9 @@ def compute_term(
     if isinstance(loss, FusedHeadLoss):
         loss_sum, scored = loss.sum(values, y_pred, elements, weights)
     else:
-        loss_sum = tf.reduce_sum(tf.where(elements, values if weights is None else values * weights, 0.0))
+        loss_sum = tf.reduce_sum(
+            tf.where(elements, values if weights is None else values * weights, 0.0)
+        )
     if weights is not None and _reduction(loss) == "mean_with_sample_weight":
         weight_sum = tf.reduce_sum(tf.where(elements, weights, 0.0))
     else:
@@ -310,24 +392,29 @@ def _compute_scalar_term(
 ) -> Term:
     """Computes the sums behind the value of a loss that is a scalar, or a pair of scalars.
 
-    A mean counts by its rows: `value * rows` over `rows`. A sum is added up, and divided by nothing. Weights and masks
-    scale the value of the whole batch, by a factor that the divisor gets once all micro-batches are counted.
+    A mean counts by its rows: `value * rows` over `rows`. A sum is added up, and divided by
+        nothing. Weights and masks
+    scale the value of the whole batch, by a factor that the divisor gets once all micro-batches are
+    counted.
     """
     returned = _call(loss, y_true, y_pred)
     rows = as_float(lengths(y_pred)[0])
     if kind == "pair":
         if sample_weight is not None:
             raise ValueError(
-                f"loss {_loss_name(loss)!r} returns a pair (loss_sum, weight_sum), which sample_weight and "
-                "class_weight cannot weigh. Return one loss per row or token, and they weigh it; "
-                "reduction='mean_with_sample_weight' divides by the sum of the weights."
+                f"loss {_loss_name(loss)!r} returns a pair (loss_sum, weight_sum), which "
+                "sample_weight and class_weight cannot weigh. Return one loss per row or token, "
+                "and they weigh it; reduction='mean_with_sample_weight' divides by the sum of "
+                "the weights."
             )
         loss_sum, weight_sum = returned
         return Term(_as_scalar(loss_sum), _as_scalar(weight_sum))
     value = _as_scalar(returned)
     if kind == "mean":
         value *= rows
-    factor = scalar_losses.make_factor(_reduction(loss), rows, sample_weight, get_mask(y_pred), _loss_name(loss))
+    factor = scalar_losses.make_factor(
+        _reduction(loss), rows, sample_weight, get_mask(y_pred), _loss_name(loss)
+    )
     return Term(value, rows, factor=factor)
 
 
@@ -335,8 +422,12 @@ def _as_scalar(number: tf.Tensor) -> tf.Tensor:
     return tf.reshape(tf.cast(number, tf.float32), [])
 
 
-def _trace_rows(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> tuple[str | None, float | None]:
-    """Traces a loss that is not Keras's: returns an operation that mixes or counts rows, or p of a factor `rows**p`."""
+def _trace_rows(
+    loss: keras.losses.Loss, *specs: keras.KerasTensor
+) -> tuple[str | None, float | None]:
+    """Traces a loss that is not Keras's: returns an operation that mixes or counts rows, or p of a
+    factor `rows**p`.
+    """
     function = function_of(loss)
     if known_name(function) == "keras.circle":
         return loss.name, None
@@ -359,30 +450,52 @@ def _trace_rows(loss: keras.losses.Loss, *specs: keras.KerasTensor) -> tuple[str
 
 
 def _require_result_for_each_row(loss: keras.losses.Loss, values: Any) -> None:
-    """Raises ValueError for a traced result whose first axis is as long for any number of rows, such as these now."""
+    """Raises ValueError for a traced result whose first axis is as long for any number of rows,
+    such as these now.
+    """
     if not tf.is_tensor(values) or not values.shape.rank or values.shape[0] is None:
         return
     if values.shape[0] % traces.TELLING_ROWS:
-        raise ValueError(_not_per_example(loss, f"shape {tuple(values.shape)} whatever the number of examples"))
+        raise ValueError(
+            _not_per_example(loss, f"shape {tuple(values.shape)} whatever the number of examples")
+        )
 
 
-def _require_target(position: int, outputs: Outputs, targets: Sequence[keras.KerasTensor | None]) -> None:
+def _require_target(
+    position: int, outputs: Outputs, targets: Sequence[keras.KerasTensor | None]
+) -> None:
     if targets[position] is None:
-        given = [name for name, each in zip(outputs.names, targets, strict=True) if each is not None]
-        raise ValueError(f"Output {outputs.names[position]!r} has a loss but no target: y holds {given}.")
+        given = [
+            name for name, each in zip(outputs.names, targets, strict=True) if each is not None
+        ]
+        raise ValueError(
+            f"Output {outputs.names[position]!r} has a loss but no target: y holds {given}."
+        )
 
 
-def _with_weights(loss: keras.losses.Loss, weight: Any, name: str) -> list[tuple[keras.losses.Loss, float | Variable]]:
-    losses = [each for each in loss if each is not None] if isinstance(loss, (list, tuple)) else [loss]
-    weights = list(weight) if isinstance(weight, (list, tuple)) else [1.0 if weight is None else weight] * len(losses)
+def _with_weights(
+    loss: keras.losses.Loss, weight: Any, name: str
+) -> list[tuple[keras.losses.Loss, float | Variable]]:
+    losses = (
+        [each for each in loss if each is not None] if isinstance(loss, (list, tuple)) else [loss]
+    )
+    weights = (
+        list(weight)
+        if isinstance(weight, (list, tuple))
+        else [1.0 if weight is None else weight] * len(losses)
+    )
     if len(weights) != len(losses):
-        raise ValueError(f"loss_weights={weights} for the {len(losses)} losses of output {name!r}: pass one for each.")
+        raise ValueError(
+            f"loss_weights={weights} for the {len(losses)} losses of output {name!r}: pass one "
+            "for each."
+        )
     for each in weights:
         if isinstance(each, (keras.Variable, tf.Variable)):
             _require_scalar(each, name)
         elif not (isinstance(each, numbers.Real) and checks.in_float32(each)):  # type: ignore[arg-type]
             raise ValueError(
-                f"loss_weights={each!r} of output {name!r} must be a finite number that float32 does not round to 0."
+                f"loss_weights={each!r} of output {name!r} must be a finite number that float32 "
+                "does not round to 0."
             )
     weights = [w if isinstance(w, (keras.Variable, tf.Variable)) else float(w) for w in weights]
     return list(zip(losses, weights, strict=True))
@@ -392,36 +505,39 @@ def _require_scalar(weight: Variable, name: str) -> None:
     dtype = tf.as_dtype(weight.dtype)
     if len(weight.shape) or not dtype.is_floating:
         raise ValueError(
-            f"loss_weights of output {name!r} holds a variable of shape {tuple(weight.shape)} and dtype {dtype.name}: "
-            "make it a scalar of float32."
+            f"loss_weights of output {name!r} holds a variable of shape {tuple(weight.shape)} "
+            f"and dtype {dtype.name}: make it a scalar of float32."
         )
 
 
-def _require_sum_of_rows(loss: keras.losses.Loss, name: str, spec: keras.KerasTensor, is_scalar: bool) -> None:
+def _require_sum_of_rows(
+    loss: keras.losses.Loss, name: str, spec: keras.KerasTensor, is_scalar: bool
+) -> None:
     if not runs_keras(loss, "__call__"):
         called = next(c for c in type(loss).__mro__ if "__call__" in vars(c))
         raise ValueError(
-            f"The loss of output {name!r} is {type(loss).__name__}, whose __call__ {called.__name__} overrides: "
-            "what it does with a batch is no sum over micro-batches. Override call(y_true, y_pred), which returns one "
-            "loss for each row or one number for the batch; or the model's compute_loss, with a loss that compares "
-            "rows."
+            f"The loss of output {name!r} is {type(loss).__name__}, whose __call__ "
+            f"{called.__name__} overrides: what it does with a batch is no sum over "
+            "micro-batches. Override call(y_true, y_pred), which returns one loss for each row "
+            "or one number for the batch; or the model's compute_loss, with a loss that "
+            "compares rows."
         )
     if is_scalar:  # whatever its reduction
         return
     if _reduction(loss) is None:
         raise ValueError(
-            f"The loss of output {name!r} has reduction=None, which leaves no scalar to minimise. Pass "
-            "reduction='sum_over_batch_size' (the mean) or 'sum'; or override the model's compute_loss with a loss "
-            "that compares rows."
+            f"The loss of output {name!r} has reduction=None, which leaves no scalar to "
+            "minimise. Pass reduction='sum_over_batch_size' (the mean) or 'sum'; or override "
+            "the model's compute_loss with a loss that compares rows."
         )
     if known_name(function_of(loss)) in ("keras.dice", "keras.tversky"):
         axis, rank = private.fn_kwargs(loss).get("axis"), len(spec.shape)
         if axis is None or {0, -rank} & set(np.atleast_1d(axis).tolist()):
             own = tuple(range(1, rank))
             raise ValueError(
-                f"The loss of output {name!r} is {type(loss).__name__}(axis={axis}), which compares the whole batch at "
-                f"once: no sum over micro-batches equals it. Pass keras.losses.{_loss_name(loss).title()}(axis={own}), "
-                "one loss for each row."
+                f"The loss of output {name!r} is {type(loss).__name__}(axis={axis}), which "
+                "compares the whole batch at once: no sum over micro-batches equals it. Pass "
+                f"keras.losses.{_loss_name(loss).title()}(axis={own}), one loss for each row."
             )
 
 
@@ -434,7 +550,10 @@ def _aligned(what: str, tensor: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         tensor = tf.expand_dims(tensor, -1)
     pairs = zip(tensor.shape, values.shape, strict=False)
     if tensor.shape.rank != values.shape.rank or not all(a in (1, b) for a, b in pairs):
-        raise ValueError(f"A {what} of shape {given} does not fit losses of shape {values.shape}, from the first axis.")
+        raise ValueError(
+            f"A {what} of shape {given} does not fit losses of shape {values.shape}, from the "
+            "first axis."
+        )
     return tensor
 
 
@@ -445,8 +564,9 @@ def _require_per_example(loss: keras.losses.Loss, values: tf.Tensor, rows: int |
         returned = f"dtype {values.dtype.name}"
     elif values.shape.rank == 0 and rows == 1:
         raise ValueError(
-            f"loss {_loss_name(loss)!r} returned a single number for a micro-batch of one row, as tf.squeeze makes it, "
-            "and one for each row of others. Squeeze the last axis alone (axis=-1), or pass batch_size=2 or more."
+            f"loss {_loss_name(loss)!r} returned a single number for a micro-batch of one row, "
+            "as tf.squeeze makes it, and one for each row of others. Squeeze the last axis "
+            "alone (axis=-1), or pass batch_size=2 or more."
         )
     elif values.shape.rank == 0 or values.shape[0] != rows:
         returned = f"shape {tuple(values.shape)} for {rows} examples"
@@ -457,16 +577,26 @@ def _require_per_example(loss: keras.losses.Loss, values: tf.Tensor, rows: int |
 
 def _not_per_example(loss: keras.losses.Loss, returned: str) -> str:
     return (
-        f"loss {_loss_name(loss)!r} returned {returned}. It must return a floating-point tensor, one loss per example "
-        "(or per token), or one number for the batch: a mean over the batch axis alone is neither."
+        f"loss {_loss_name(loss)!r} returned {returned}. It must return a floating-point tensor, "
+        "one loss per example (or per token), or one number for the batch: a mean over the "
+        "batch axis alone is neither."
     )
 
 
 _SPARSE_CLASSES = {"keras.SparseCategoricalCrossentropy", "tf_keras.SparseCategoricalCrossentropy"}
-_SPARSE_FUNCTIONS = {"keras.sparse_categorical_crossentropy", "tf_keras.sparse_categorical_crossentropy"}
+_SPARSE_FUNCTIONS = {
+    "keras.sparse_categorical_crossentropy",
+    "tf_keras.sparse_categorical_crossentropy",
+}
 
-# Keras's other losses compare target and prediction element by element, and would broadcast one to the other.
-_TAKE_INDICES = ("sparse_categorical_crossentropy", "categorical_generalized_cross_entropy", "ctc", "circle")
+# Keras's other losses compare target and prediction element by element, and would broadcast one to
+# the other.
+_TAKE_INDICES = (
+    "sparse_categorical_crossentropy",
+    "categorical_generalized_cross_entropy",
+    "ctc",
+    "circle",
+)
 
 
 def _require_same_shape(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
@@ -479,8 +609,9 @@ def _require_same_shape(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.T
         has_classes = len(shapes[1]) > 1 and shapes[1][-1] != 1
         if name == "sparse_categorical_crossentropy" and has_classes and shapes[0] == shapes[1]:
             raise ValueError(
-                f"y and the predictions both have shape {shapes[1]} (rows first), but loss {_loss_name(loss)!r} takes "
-                "class indices, without the axis of classes: for one-hot targets, use 'categorical_crossentropy'."
+                f"y and the predictions both have shape {shapes[1]} (rows first), but loss "
+                f"{_loss_name(loss)!r} takes class indices, without the axis of classes: for "
+                "one-hot targets, use 'categorical_crossentropy'."
             )
         return
     short, long = sorted(shapes, key=len)
@@ -489,8 +620,9 @@ def _require_same_shape(loss: keras.losses.Loss, y_true: tf.Tensor, y_pred: tf.T
     are_indices = "categorical" in name and (len(shapes[0]) < len(shapes[1]) or shapes[0][-1] == 1)
     hint = " for class indices, use 'sparse_categorical_crossentropy';" if are_indices else ""
     raise ValueError(
-        f"y has shape {shapes[0]} and the predictions have {shapes[1]} (rows first), which loss {_loss_name(loss)!r} "
-        f"compares element by element:{hint} give the model's last layer as many units as y has columns, or reshape y."
+        f"y has shape {shapes[0]} and the predictions have {shapes[1]} (rows first), which loss "
+        f"{_loss_name(loss)!r} compares element by element:{hint} give the model's last layer as "
+        "many units as y has columns, or reshape y."
     )
 
 
@@ -505,7 +637,9 @@ def _reduction(loss: keras.losses.Loss) -> str | None:
 
 
 def sparse_labels(loss: keras.losses.Loss) -> bool | None:
-    """Tells if all losses of a nest take class indices as labels; None where the labels' shape decides."""
+    """Tells if all losses of a nest take class indices as labels; None where the labels' shape
+    decides.
+    """
     losses = [each for each in tf.nest.flatten(loss) if each is not None]
     if any(isinstance(each, str) and each.lower() in _SHORTHANDS for each in losses):
         return None

@@ -1,4 +1,6 @@
-"""Keras metrics inside the compiled loop: without the rows that only pad, and of logits that are never held."""
+"""Keras metrics inside the compiled loop: without the rows that only pad, and of logits that are
+never held.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters import arguments, row_counts, row_mixing, traces
-from fastaccum.adapters.attributes import kinds, known_name, of_keras, package, raw, replaced, runs_keras
+from fastaccum.adapters.attributes import (
+    kinds,
+    known_name,
+    of_keras,
+    package,
+    raw,
+    replaced,
+    runs_keras,
+)
 from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
 from fastaccum.kernels import private
 from fastaccum.kernels.cross_entropy import LabelScores
@@ -20,16 +30,19 @@ from fastaccum.kernels.shapes import lengths
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
 
-_AXES = (  # of weights, behind that of the rows: none, as many as y has, or those that a metric flattens
+# of weights, behind that of the rows: none, as many as y has, or those that a metric flattens
+_AXES = (
     lambda y_true, y_pred: (),
     lambda y_true, y_pred: (1,) * (min(len(y_true), len(y_pred)) - 1),
     lambda y_true, y_pred: y_true[1:],
     lambda y_true, y_pred: y_true[1:-1],
 )
 
-KERAS_LOSS = "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"  # for what LinearCrossEntropy refuses
+# for what LinearCrossEntropy refuses
+KERAS_LOSS = "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
 TAKEN = (
-    "SparseCategoricalAccuracy, SparseTopKCategoricalAccuracy, SparseCategoricalCrossentropy(from_logits=True) and "
+    "SparseCategoricalAccuracy, SparseTopKCategoricalAccuracy, "
+    "SparseCategoricalCrossentropy(from_logits=True) and "
     "keras_hub.metrics.Perplexity(from_logits=True)"
 )
 
@@ -48,13 +61,21 @@ class ScoredLabels(NamedTuple):
 
 
 class Metrics:
-    """A model's metrics: Keras names, `keras.Metric`s or functions, in a list or by output, as in `compile`."""
+    """A model's metrics: Keras names, `keras.Metric`s or functions, in a list or by output, as in
+    `compile`.
+    """
 
-    def __init__(self, metrics: arguments.MetricsArgument = (), weighted_metrics: arguments.MetricsArgument = ()):
+    def __init__(
+        self,
+        metrics: arguments.MetricsArgument = (),
+        weighted_metrics: arguments.MetricsArgument = (),
+    ):
         for name, nest in (("metrics", metrics), ("weighted_metrics", weighted_metrics)):
             for each in tf.nest.flatten(nest):
                 if isinstance(each, type):
-                    raise TypeError(f"{name}={each!r} must be a Keras 3 metric object: call the class.")
+                    raise TypeError(
+                        f"{name}={each!r} must be a Keras 3 metric object: call the class."
+                    )
                 require_known(name, each, "Keras 3 metric", keras.metrics.get, _SHORTHANDS)
         self._passed = metrics, weighted_metrics
         self.user = _of_keras_3(metrics), _of_keras_3(weighted_metrics)
@@ -62,7 +83,8 @@ class Metrics:
         self.own: list[keras.metrics.Metric] = []
         self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the metric
         self.calling_python: list[str] = []  # names of metrics that XLA cannot compile
-        # What the model's own `compute_metrics` returned last, beyond the results of metrics, in training and not.
+        # What the model's own `compute_metrics` returned last, beyond the results of metrics, in
+        # training and not.
         self._returned: dict[bool, dict[str, tf.Variable]] = {True: {}, False: {}}
         self.of_last_micro_batch: list[str] = []  # names of such values in training
 
@@ -77,8 +99,8 @@ class Metrics:
     ) -> None:
         """Creates variables, for specs of a batch of targets.
 
-        `taken` are names in the logs. `own` are the model's metrics; `own_reset` resets them, and `own_results` makes
-        the logs, where the model does that itself.
+        `taken` are names in the logs. `own` are the model's metrics; `own_reset` resets them, and
+        `own_results` makes the logs, where the model does that itself.
         """
         self.own = list(own)
         self._own_reset = own_reset
@@ -92,14 +114,25 @@ class Metrics:
         with checks.naming("metrics"):
             self.compiled.build(targets, outputs.specs)
         self._plain, self._weighted = (
-            [(i, metric) for i, metrics in enumerate(by_output) if metrics for metric in metrics.metrics]
-            for by_output in (private.flat_metrics(self.compiled), private.flat_weighted_metrics(self.compiled))
+            [
+                (i, metric)
+                for i, metrics in enumerate(by_output)
+                if metrics
+                for metric in metrics.metrics
+            ]
+            for by_output in (
+                private.flat_metrics(self.compiled),
+                private.flat_weighted_metrics(self.compiled),
+            )
         )
         self._axes = {}
         self.calling_python = []
         for i, metric in self._placed:
             if sum(metric is each for _, each in self._placed) > 1:
-                raise ValueError(f"The metric {metric.name!r} is given twice, and would count rows twice: pass two.")
+                raise ValueError(
+                    f"The metric {metric.name!r} is given twice, and would count rows twice: "
+                    "pass two."
+                )
             y = targets[i], outputs.specs[i]
             specs = [tf.TensorSpec([n or a + 2 for a, n in enumerate(t.shape)], t.dtype) for t in y]
             if isinstance(metric, _TFKerasMetric):
@@ -121,8 +154,12 @@ class Metrics:
         return any(each is not None for each in self.user)
 
     @staticmethod
-    def _with_targets(outputs: Outputs, targets: Sequence[Any], what: str, metrics: Any) -> list[list[Any]]:
-        found = [[m for m in each if m is not None] for each in outputs.place_metrics(what, metrics)]
+    def _with_targets(
+        outputs: Outputs, targets: Sequence[Any], what: str, metrics: Any
+    ) -> list[list[Any]]:
+        found = [
+            [m for m in each if m is not None] for each in outputs.place_metrics(what, metrics)
+        ]
         for name, each, target in zip(outputs.names, found, targets, strict=True):
             may_be_missing = outputs.skips_missing_targets or outputs.pairs_in_order
             if each and target is None and not may_be_missing:
@@ -130,10 +167,15 @@ class Metrics:
         return [[] if target is None else each for each, target in zip(found, targets, strict=True)]
 
     def for_compile(self, foreign: str) -> dict[str, arguments.MetricsArgument]:
-        """Returns what the user passed as arguments of the model's `compile`; none if some is of a `foreign` kind."""
+        """Returns what the user passed as arguments of the model's `compile`; none if some is of a
+        `foreign` kind.
+        """
         if any(foreign in kinds(each) for each in tf.nest.flatten(self._passed)):
             return {}
-        return {name: each or None for name, each in zip(("metrics", "weighted_metrics"), self._passed, strict=True)}
+        return {
+            name: each or None
+            for name, each in zip(("metrics", "weighted_metrics"), self._passed, strict=True)
+        }
 
     def _with_names(self, outputs: Outputs, taken: Sequence[str]) -> list[tuple[str, keras.Metric]]:
         """Lists the metrics with the names and in the order of Keras's logs."""
@@ -143,53 +185,82 @@ class Metrics:
             is_alone = prefixes[i] + metric.name not in names
             names.append(prefixes[i] + (metric.name if is_alone else f"weighted_{metric.name}"))
         named = zip(self._placed, make_distinct(names, ("loss", *taken)), strict=True)
-        return [(name, metric) for _, name, metric in outputs.sort_metrics([(i, name, m) for (i, m), name in named])]
+        return [
+            (name, metric)
+            for _, name, metric in outputs.sort_metrics([(i, name, m) for (i, m), name in named])
+        ]
 
     def needed_ranks(self, output: int, name: str, ignore_index: int) -> bool | None:
-        """Tells which labels' scores an output's metrics need: None, or True for ranks too; ValueError for logits."""
+        """Tells which labels' scores an output's metrics need: None, or True for ranks too;
+        ValueError for logits.
+        """
         found = [(m.name, find_values(m, ignore_index)) for i, m in self._placed if i == output]
         if others := [each for each, values in found if values is None]:
             raise ValueError(
-                f"The metrics {others} of output {name!r} need the logits, which LinearCrossEntropy never holds. It "
-                f"takes {TAKEN}, where an ignore_class is its ignore_index. Leave others out, or use {KERAS_LOSS}."
+                f"The metrics {others} of output {name!r} need the logits, which "
+                f"LinearCrossEntropy never holds. It takes {TAKEN}, where an ignore_class is its "
+                f"ignore_index. Leave others out, or use {KERAS_LOSS}."
             )
         return any(values.of_ranks for _, values in found if values) if found else None
 
     @property
     def variables(self) -> list[tf.Variable]:
-        return [*(raw(v) for metric in (self.compiled, *self.own) for v in metric.variables), *self._kept]
+        return [
+            *(raw(v) for metric in (self.compiled, *self.own) for v in metric.variables),
+            *self._kept,
+        ]
 
     @property
     def need_exact_rows(self) -> bool:
-        """True if some metric may count padded rows in spite of a weight of 0, as one of a user's class may."""
+        """True if some metric may count padded rows in spite of a weight of 0, as one of a user's
+        class may.
+        """
         return bool(self.own or self.mixing) or not all(self._axes.values())
 
     @property
     def has_own_functions(self) -> bool:
-        """True if some metric computes otherwise than Keras's own: a user's class or function, or the model's."""
-        return bool(self.own) or not all(_adds_up_as_keras(m) and _is_keras_function(m) for _, m in self._placed)
+        """True if some metric computes otherwise than Keras's own: a user's class or function, or
+        the model's.
+        """
+        return bool(self.own) or not all(
+            _adds_up_as_keras(m) and _is_keras_function(m) for _, m in self._placed
+        )
 
     @property
     def unknown_states(self) -> list[str]:
-        """Names of metrics whose state may be no sum over rows: those of the user's classes, but for Means and Sums."""
+        """Names of metrics whose state may be no sum over rows: those of the user's classes, but
+        for Means and Sums.
+        """
         sums = keras.metrics.Mean, keras.metrics.Sum
         metrics: list[keras.metrics.Metric] = [*self.compiled.metrics, *self.own]
         return [m.name for m in metrics if not (_adds_up_as_keras(m) or isinstance(m, sums))]
 
     def update(self, batch: Matched, scored: Mapping[int, ScoredLabels]) -> None:
-        """Updates every metric with one micro-batch's valid rows; `scored` has labels of outputs without logits."""
+        """Updates every metric with one micro-batch's valid rows; `scored` has labels of outputs
+        without logits.
+        """
         for metrics, weights in ((self._plain, None), (self._weighted, batch.sample_weight)):
             for i, metric in metrics:
                 y_true, y_pred = batch.y_true[i], batch.y_pred[i]
                 valid = None if self.need_exact_rows else batch.valid[i]
                 given = _undiluted(metric, valid, None if weights is None else weights[i])
                 if (labels := scored.get(i)) is not None:
-                    update_from_scores(metric, labels, _row_weight(metric, labels.counted, labels.counted, given, ()))
+                    update_from_scores(
+                        metric,
+                        labels,
+                        _row_weight(metric, labels.counted, labels.counted, given, ()),
+                    )
                     continue
-                with checks.naming(f"metrics: {metric.name!r}, called with y of shape {y_true.shape}"):
+                with checks.naming(
+                    f"metrics: {metric.name!r}, called with y of shape {y_true.shape}"
+                ):
                     axes = self._axes[id(metric)]
-                    if axes is False and y_true.shape[0] == y_pred.shape[0]:  # nor by the chance of so many rows
-                        traces.trace(lambda y, m=metric: m.update_state(*y, sample_weight=None), (y_true, y_pred))
+                    # nor by the chance of so many rows
+                    if axes is False and y_true.shape[0] == y_pred.shape[0]:
+                        traces.trace(
+                            lambda y, m=metric: m.update_state(*y, sample_weight=None),
+                            (y_true, y_pred),
+                        )
                     inner = (axes or _AXES[0])(lengths(y_true), lengths(y_pred))
                     weight = _row_weight(metric, y_pred, valid, given, inner)
                     keywords = {} if weight is None and axes is None else {"sample_weight": weight}
@@ -198,7 +269,9 @@ class Metrics:
     def result(self, training: bool) -> dict[str, tf.Tensor]:
         """Returns every metric's value by its name in logs."""
         results = [(name, metric.result()) for name, metric in self._named]
-        results += [(metric.name, metric.result()) for metric in self.own] + list(self._returned[training].items())
+        results += [(metric.name, metric.result()) for metric in self.own] + list(
+            self._returned[training].items()
+        )
         return _flat_results(dict(results))
 
     def logs(self, losses: Mapping[str, Any], training: bool) -> dict[str, Any]:
@@ -210,15 +283,21 @@ class Metrics:
         return logs | _flat_results(self._own_results(losses, self.compiled))
 
     def expect(self, returned: Mapping[str, tf.Tensor], training: bool) -> None:
-        """Creates variables for the values that `compute_metrics` returns beside the results of metrics."""
+        """Creates variables for the values that `compute_metrics` returns beside the results of
+        metrics.
+        """
         results: dict[str, tf.Tensor] = self.compiled.result()
         known = {*results, *(metric.name for metric in self.own)}
         names = [name for name in returned if name not in known]
         for name in names:
             if len(getattr(returned[name], "shape", ())):
                 shape = tuple(returned[name].shape)
-                raise ValueError(f"compute_metrics returned {name!r} of shape {shape}: return scalars.")
-        self._returned[training] = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
+                raise ValueError(
+                    f"compute_metrics returned {name!r} of shape {shape}: return scalars."
+                )
+        self._returned[training] = {
+            name: tf.Variable(0.0, trainable=False, name=name) for name in names
+        }
         if training and self._own_results is None:  # which may make them anew of the whole epoch's
             self.of_last_micro_batch = names
 
@@ -243,7 +322,9 @@ class Metrics:
 
 
 class _TFKerasMetric(keras.metrics.Metric):
-    """A Keras 3 metric around one of tf_keras or tensorflow-addons, updated as tf_keras's `fit` does."""
+    """A Keras 3 metric around one of tf_keras or tensorflow-addons, updated as tf_keras's `fit`
+    does.
+    """
 
     def __init__(self, wrapped: keras.metrics.Metric):
         super().__init__(name=wrapped.name)
@@ -254,7 +335,10 @@ class _TFKerasMetric(keras.metrics.Metric):
             wrapped.update_state(y_true, y_pred, sample_weight=sample_weight)
 
         by_itself = _adds_up_as_keras(wrapped) and _is_keras_function(wrapped)
-        self._update, self._result = wrapped.update_state if by_itself else update, tf.function(wrapped.result)
+        self._update, self._result = (
+            wrapped.update_state if by_itself else update,
+            tf.function(wrapped.result),
+        )
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -265,7 +349,9 @@ class _TFKerasMetric(keras.metrics.Metric):
         self.update_state(*(tf.zeros([2, *t.shape[1:]], t.dtype) for t in (y_true, y_pred)))
         self.reset_state()
 
-    def update_state(self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None) -> None:
+    def update_state(
+        self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None
+    ) -> None:
         self._update(_expanded(y_true, y_pred), y_pred, sample_weight)
 
     def result(self) -> tf.Tensor | dict[str, tf.Tensor]:
@@ -300,12 +386,20 @@ def _flat_results(results: Mapping[str, Any]) -> dict[str, tf.Tensor]:
     return found
 
 
-def update_from_scores(metric: keras.metrics.Metric, labels: ScoredLabels, weight: tf.Tensor) -> None:
-    """Updates a metric as Keras does with logits, from values in place of those that its function would compute."""
+def update_from_scores(
+    metric: keras.metrics.Metric, labels: ScoredLabels, weight: tf.Tensor
+) -> None:
+    """Updates a metric as Keras does with logits, from values in place of those that its function
+    would compute.
+    """
     found = find_values(metric, labels.ignore_index)
     assert found is not None
     values = tf.where(labels.counted, tf.cast(found.compute(labels), tf.float32), 0.0)
-    owner, name = (private.crossentropy(metric), "fn") if _is_perplexity(metric) else (metric, private.fn.name)
+    owner, name = (
+        (private.crossentropy(metric), "fn")
+        if _is_perplexity(metric)
+        else (metric, private.fn.name)
+    )
     with replaced([(owner, name, lambda y_true, y_pred, **arguments: values)]):
         metric.update_state(labels.ids, tf.zeros([*labels.ids.shape, 2]), sample_weight=weight)
 
@@ -317,17 +411,26 @@ def find_values(metric: keras.metrics.Metric, ignore_index: int) -> Values | Non
         name = known_name(function) if _adds_up_as_keras(metric) else ""
         if name == "keras.sparse_categorical_accuracy":
             return Values(lambda labels: tf.cast(labels.scores.best, tf.int64) == labels.ids)
-        if name == "keras.sparse_top_k_categorical_accuracy" and not arguments.get("from_sorted_ids"):
+        if name == "keras.sparse_top_k_categorical_accuracy" and not arguments.get(
+            "from_sorted_ids"
+        ):
             return Values(lambda labels: labels.scores.above < arguments.get("k", 5), of_ranks=True)
         known = name == "keras.sparse_categorical_crossentropy" and arguments.get("axis", -1) == -1
-        known = known and arguments.get("from_logits") and arguments.get("ignore_class") in (None, ignore_index)
+        known = (
+            known
+            and arguments.get("from_logits")
+            and arguments.get("ignore_class") in (None, ignore_index)
+        )
     else:
         known = _is_perplexity(metric) and metric.from_logits
     return Values(lambda labels: labels.scores.loss) if known else None
 
 
 def _is_perplexity(metric: Any) -> bool:
-    return "keras_hub.Perplexity" in kinds(metric) and package(type(metric).update_state) == "keras_hub"
+    return (
+        "keras_hub.Perplexity" in kinds(metric)
+        and package(type(metric).update_state) == "keras_hub"
+    )
 
 
 def _adds_up_as_keras(metric: Any) -> bool:
@@ -352,12 +455,22 @@ def _of_keras_3(metrics: arguments.MetricsArgument) -> arguments.MetricsArgument
     """Wraps the metrics of tf_keras in a nest; returns None for an empty nest."""
     if not tf.nest.flatten(metrics):
         return None
-    return tf.nest.map_structure(lambda m: _TFKerasMetric(m) if "tf_keras.Metric" in kinds(m) else m, metrics)
+    return tf.nest.map_structure(
+        lambda m: _TFKerasMetric(m) if "tf_keras.Metric" in kinds(m) else m, metrics
+    )
 
 
-def _undiluted(metric: keras.Metric, valid: tf.Tensor | None, weight: tf.Tensor | None) -> tf.Tensor | None:
-    """Returns `weight` for rows that padding made longer: Keras's means over rows are of the means of each row."""
-    if valid is None or valid.shape.rank < 2 or not isinstance(metric, keras.metrics.MeanMetricWrapper):
+def _undiluted(
+    metric: keras.Metric, valid: tf.Tensor | None, weight: tf.Tensor | None
+) -> tf.Tensor | None:
+    """Returns `weight` for rows that padding made longer: Keras's means over rows are of the means
+    of each row.
+    """
+    if (
+        valid is None
+        or valid.shape.rank < 2
+        or not isinstance(metric, keras.metrics.MeanMetricWrapper)
+    ):
         return weight
     real = tf.cast(valid, tf.float32)
     longer = tf.math.divide_no_nan(1.0, tf.reduce_mean(real, 1, keepdims=True))
@@ -367,9 +480,15 @@ def _undiluted(metric: keras.Metric, valid: tf.Tensor | None, weight: tf.Tensor 
 
 
 def _row_weight(
-    metric: keras.Metric, prediction: tf.Tensor, valid: tf.Tensor | None, weight: tf.Tensor | None, axes: Sequence[Any]
+    metric: keras.Metric,
+    prediction: tf.Tensor,
+    valid: tf.Tensor | None,
+    weight: tf.Tensor | None,
+    axes: Sequence[Any],
 ) -> tf.Tensor | None:
-    """Returns `weight` with 0 for padded rows, with the `axes` that the metric takes, or those of the mask."""
+    """Returns `weight` with 0 for padded rows, with the `axes` that the metric takes, or those of
+    the mask.
+    """
     dtype = metric.dtype if weight is None else tf.float32
     factors = [tf.cast(each, dtype) for each in (valid, weight) if each is not None]
     mask = get_mask(prediction)
@@ -381,12 +500,17 @@ def _row_weight(
         return None
     factors.append(tf.ones([1, *axes], dtype))
     rank = max(factor.shape.rank for factor in factors)
-    shaped = [tf.reshape(factor, [*lengths(factor), *[1] * (rank - factor.shape.rank)]) for factor in factors]
+    shaped = [
+        tf.reshape(factor, [*lengths(factor), *[1] * (rank - factor.shape.rank)])
+        for factor in factors
+    ]
     return functools.reduce(tf.multiply, shaped)
 
 
 def _mixing(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> str | None:
-    """Finds the operation by which a metric's function mixes rows or computes with their number, as a trace shows."""
+    """Finds the operation by which a metric's function mixes rows or computes with their number, as
+    a trace shows.
+    """
     wrapper = getattr(metric, "wrapped", metric)
 
     def values(pair: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -396,11 +520,18 @@ def _mixing(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> str | None:
             pair = [t[..., 0] if len(t.shape) > rank and t.shape[-1] == 1 else t for t in pair]
         return private.fn(wrapper)(*pair, **private.fn_kwargs(wrapper))
 
-    with contextlib.suppress(Exception):  # of one without a function, or whose function is of a fixed number of rows
+    # of one without a function, or whose function is of a fixed number of rows
+    with contextlib.suppress(Exception):
         traced = traces.trace(values, specs)
         has_rows = len(getattr(traced.structured_outputs, "shape", ())) > 0
-        found = row_mixing.find_mixing_op(traced, values, specs) or (None if has_rows else metric.name)
-        return found if found or of_keras(private.fn(wrapper)) else row_counts.find_row_counter(traced, values, specs)
+        found = row_mixing.find_mixing_op(traced, values, specs) or (
+            None if has_rows else metric.name
+        )
+        return (
+            found
+            if found or of_keras(private.fn(wrapper))
+            else row_counts.find_row_counter(traced, values, specs)
+        )
     return None
 
 
@@ -409,22 +540,30 @@ def _calls_python(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> bool:
     wrapper = getattr(metric, "wrapped", metric)
     if _adds_up_as_keras(wrapper) and _is_keras_function(wrapper):
         return False
-    with contextlib.suppress(Exception):  # of a fixed number of rows: XLA says it when it compiles the step
+    # of a fixed number of rows: XLA says it when it compiles the step
+    with contextlib.suppress(Exception):
         traced = traces.trace(lambda pair: metric.update_state(*pair), specs)
         return bool(traces.list_python_calls(traced.graph))
     return False
 
 
+def _update_with_ones(metric: keras.metrics.Metric, shape: list[int], pair: Any) -> object:
+    return metric.update_state(*pair, sample_weight=tf.ones(shape, metric.dtype))
+
+
 def _weight_axes(metric: keras.metrics.Metric, *specs: tf.TensorSpec) -> Any:
-    """Finds which of `_AXES` a metric takes, by traces of a telling number of rows; else False, None if not Keras's."""
-    with contextlib.suppress(Exception):  # the variables of a first update are there before a step, to be saved
+    """Finds which of `_AXES` a metric takes, by traces of a telling number of rows; else False,
+    None if not Keras's.
+    """
+    # the variables of a first update are there before a step, to be saved
+    with contextlib.suppress(Exception):
         traces.trace(lambda pair: metric.update_state(*pair), specs)
     wrapper = getattr(metric, "wrapped", metric)
     as_keras = _adds_up_as_keras(wrapper)
     for axes in _AXES if as_keras else ():
         with contextlib.suppress(Exception):
             shape = [traces.TELLING_ROWS, *axes(*(spec.shape for spec in specs))]
-            update = lambda y, s=shape: metric.update_state(*y, sample_weight=tf.ones(s, metric.dtype))  # noqa: E731
+            update = functools.partial(_update_with_ones, metric, shape)
             if row_mixing.first_comparison_of_rows(traces.trace(update, specs).graph) is None:
                 return axes
     return False if as_keras and _is_keras_function(wrapper) else None

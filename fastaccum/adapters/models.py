@@ -33,15 +33,19 @@ class TFKerasModel(Model):
 
     def symbolic_call(self, x: Nest, training: bool) -> Nest:
         if not self.model.built:
-            # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all the same.
+            # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all
+            # the same.
             with checks.naming("x"):
-                one = tf.nest.map_structure(lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x)
+                one = tf.nest.map_structure(
+                    lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x
+                )
             self(one, training=False)
         # Not called with numbers, which would move the state of a model that has some.
         outputs = self._note_calls(x)
         rows = tf.nest.flatten(x)[0].shape[0]
         return tf.nest.map_structure(
-            lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name), outputs
+            lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name),
+            outputs,
         )
 
     def predict(self, x: Nest, **options: Any) -> Any:
@@ -73,19 +77,27 @@ class TFKerasModel(Model):
         losses = [loss for loss in losses if loss is not None]
         return tf.add_n(losses) if losses else None
 
-    def adopt(self, optimizer: keras.optimizers.Optimizer, metrics: Metrics, loss: Any, loss_weights: Any) -> None:
+    def adopt(
+        self, optimizer: keras.optimizers.Optimizer, metrics: Metrics, loss: Any, loss_weights: Any
+    ) -> None:
         losses = [each for each in tf.nest.flatten(loss) if each is not None]
-        of_keras_3 = any(isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer))
+        of_keras_3 = any(
+            isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer)
+        )
         if losses and not of_keras_3 and self.model.compiled_loss is None:
             # tf_keras's own, as above; without it `save` leaves the optimizer out.
             own = metrics.for_compile(self._FOREIGN_METRIC)
             self.family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
         self.model.optimizer = optimizer
 
-    def adopt_means(self, loss: keras.metrics.Mean, losses: Mapping[str, keras.metrics.Mean]) -> None:
+    def adopt_means(
+        self, loss: keras.metrics.Mean, losses: Mapping[str, keras.metrics.Mean]
+    ) -> None:
         """Does nothing: tf_keras keeps its own means, and the logs have what was trained."""
 
-    def compute_loss(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool) -> tf.Tensor:
+    def compute_loss(
+        self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool
+    ) -> tf.Tensor:
         return self.model.compute_loss(x, y, y_pred, sample_weight)
 
     def own_losses(
@@ -93,8 +105,18 @@ class TFKerasModel(Model):
     ) -> AbstractContextManager[None]:
         return replaced([(self.model, "compiled_loss", compiled)])
 
-    def compute_metrics(self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable) -> dict[str, Any]:
-        with replaced([(self.model, "compiled_metrics", types.SimpleNamespace(update_state=update, metrics=[]))]):
+    def compute_metrics(
+        self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable
+    ) -> dict[str, Any]:
+        with replaced(
+            [
+                (
+                    self.model,
+                    "compiled_metrics",
+                    types.SimpleNamespace(update_state=update, metrics=[]),
+                )
+            ]
+        ):
             return self.model.compute_metrics(x, y, y_pred, sample_weight)
 
     @property
@@ -113,20 +135,34 @@ class TFKerasModel(Model):
 
 
 class PretrainedModel(TFKerasModel):
-    """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels, or a Keras loss."""
+    """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels,
+    or a Keras loss.
+    """
 
     KIND = "transformers.TFPreTrainedModel"
 
     @property
     def compiled_with(self) -> dict[str, Any]:
-        own = {"loss": None, "loss_weights": None} if private.using_dummy_loss(self.model, True) else {}
+        own = (
+            {"loss": None, "loss_weights": None}
+            if private.using_dummy_loss(self.model, True)
+            else {}
+        )
         return super().compiled_with | own
 
     @property
     def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
         # BERT's and others look up ids in a table without an Embedding.
-        own = [each for each in self.layers if len(getattr(getattr(each, "weight", None), "shape", ())) == 2]
-        tables = [(each, each.weight.shape[0]) for each in own if "input_ids" in huggingface.list_arguments(each)]
+        own = [
+            each
+            for each in self.layers
+            if len(getattr(getattr(each, "weight", None), "shape", ())) == 2
+        ]
+        tables = [
+            (each, each.weight.shape[0])
+            for each in own
+            if "input_ids" in huggingface.list_arguments(each)
+        ]
         return [*super().lookups, *tables]
 
     @property
@@ -138,10 +174,15 @@ class PretrainedModel(TFKerasModel):
     ) -> tuple[Nest, list[tuple[tf.Tensor, tf.Tensor]]]:
         inputs = huggingface.merge_labels(self.model, x, y)
         with huggingface.observe_losses(self.model, valid) as seen:
-            asks = "return_loss" in huggingface.list_arguments(self.model)  # as CLIP, which takes no labels
-            outputs = self.model(inputs, training=training, **({"return_loss": True} if asks else {}))
+            # as CLIP, which takes no labels
+            asks = "return_loss" in huggingface.list_arguments(self.model)
+            outputs = self.model(
+                inputs, training=training, **({"return_loss": True} if asks else {})
+            )
         rows = tf.nest.flatten(x)[0].shape[0]
-        return outputs, [tuple(each) for each in huggingface.make_terms(self.model, outputs, seen, rows, valid)]
+        return outputs, [
+            tuple(each) for each in huggingface.make_terms(self.model, outputs, seen, rows, valid)
+        ]
 
     @property
     def takes_targets_apart(self) -> bool:
@@ -156,4 +197,6 @@ def get(model: KerasModel) -> Model:
     for adapter in (Model, PretrainedModel, TFKerasModel):
         if adapter.KIND in kinds(model):
             return adapter(model)
-    raise TypeError(f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model.")
+    raise TypeError(
+        f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model."
+    )

@@ -1,4 +1,6 @@
-"""`remat`: a model whose blocks are computed again in the backward pass, instead of being kept for it."""
+"""`remat`: a model whose blocks are computed again in the backward pass, instead of being kept for
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +27,39 @@ def remat(
     policy: str | Sequence[str] | None = "nothing_saveable",
     layer_names: Sequence[str] | None = None,
 ) -> AnyModel:
-    """Saves memory on a GPU: recomputes a model's blocks in the backward pass, instead of keeping their values for it.
+    """Saves memory on a GPU: recomputes a model's blocks in the backward pass, instead of keeping
+    their values for it.
 
-    Of each block only the inputs are kept (Chen et al., 2016, arXiv:1604.06174). The gradients are the same, to
-    rounding, for about a third more arithmetic. Dropout drops the same elements, and moving statistics move once. This
-    applies to train steps that XLA compiles, of a `Trainer` or of Keras itself with `jit_compile=True`.
+    Of each block only the inputs are kept (Chen et al., 2016, arXiv:1604.06174). The gradients are
+    the same, to rounding, for about a third more arithmetic. Dropout drops the same elements, and
+    moving statistics move once. This applies to train steps that XLA compiles, of a `Trainer` or of
+    Keras itself with `jit_compile=True`.
 
-    A block is one of several layers of the same class side by side, such as a model's Transformer layers. If there are
-    none, a functional or Sequential model is cut into segments where few values cross. Embeddings, a `LayerStack` and a
-    linear output layer stay outside. Weights, names, `layers`, configuration and saved form of the model do not change,
-    so a loaded or cloned model has to be passed here again.
+    A block is one of several layers of the same class side by side, such as a model's Transformer
+    layers. If there are none, a functional or Sequential model is cut into segments where few
+    values cross. Embeddings, a `LayerStack` and a linear output layer stay outside. Weights, names,
+    `layers`, configuration and saved form of the model do not change, so a loaded or cloned model
+    has to be passed here again.
 
-    Args:
-        model: a Keras 3 or tf_keras model that has its weights.
-        policy: what is kept of a block besides its inputs, as in `fastaccum.kernels.LayerStack`: "nothing_saveable";
-            ["attention"] for fused attention's output and log-sum-exp, or other names; or "auto" for every value that
-            has a name, products with weights among them. None or "everything_saveable" undoes `remat`.
+    Args: model: a Keras 3 or tf_keras model that has its weights. policy: what is kept of a block
+        besides its inputs, as in `fastaccum.kernels.LayerStack`: "nothing_saveable";
+            ["attention"] for fused attention's output and log-sum-exp, or other names; or "auto"
+            for every value that has a name, products with weights among them. None or
+            "everything_saveable" undoes `remat`.
         layer_names: the names of the layers to use as blocks, instead of those that are found.
 
     Returns:
         The model itself.
 
-    Raises:
-        TypeError: raised if it is no model, or names are no strings.
-        ValueError: raised if a policy is unknown, if a named layer cannot be computed again, if the model has no
-            weights yet, or if there is no block in it; when the step is traced, if no value of a block has a name.
+    Raises: TypeError: raised if it is no model, or names are no strings. ValueError: raised if a
+        policy is unknown, if a named layer cannot be computed again, if the model has no
+            weights yet, or if there is no block in it; when the step is traced, if no value of a
+            block has a name.
 
     >>> layers = [keras.layers.Dense(64, "tanh") for _ in range(8)]
     >>> model = remat(keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(1)]))
-    >>> [layer.name for layer in model.layers] == [layer.name for layer in [*layers, model.layers[-1]]]
+    >>> everything = [*layers, model.layers[-1]]
+    >>> [layer.name for layer in model.layers] == [layer.name for layer in everything]
     True
     """
     models.get(model)  # raises for what is no model
@@ -68,7 +74,9 @@ def remat(
 
 @contextlib.contextmanager
 def recomputing(model: keras.Model, policy: Policy | None) -> Iterator[None]:
-    """Applies `remat(model, policy)` inside the block and restores the model on exit; None changes nothing."""
+    """Applies `remat(model, policy)` inside the block and restores the model on exit; None changes
+    nothing.
+    """
     if policy is None:
         yield
         return
@@ -86,11 +94,18 @@ def changes() -> int:
 
 
 def installed(model: keras.Model) -> list[interceptors.Interceptor]:
-    """Returns what `remat` has put into a model: the same objects until `remat` changes the model again."""
+    """Returns what `remat` has put into a model: the same objects until `remat` changes the model
+    again.
+    """
     layers = list(private.flatten_layers(model))
-    graphs = [graph for layer in layers if (graph := blocks.graph_of(layer)) is not None]  # also in Sequential models
+    # also in Sequential models
+    graphs = [graph for layer in layers if (graph := blocks.graph_of(layer)) is not None]
     distinct = {id(layer): layer for layer in [*layers, *graphs]}.values()
-    return [each for layer in distinct for each in interceptors.installed(layer, interceptors.Role.RECOMPUTE)]
+    return [
+        each
+        for layer in distinct
+        for each in interceptors.installed(layer, interceptors.Role.RECOMPUTE)
+    ]
 
 
 def _replace(model: keras.Model, replacing: list[interceptors.Interceptor]) -> None:
@@ -104,29 +119,41 @@ def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[block
     if layer_names is not None:
         return [blocks.Block(layer) for layer in _named(model, layer_names)]
     if not model.weights:
-        raise ValueError(f"Model {model.name!r} has no weights yet: call it on a batch, or build it, before fa.remat.")
+        raise ValueError(
+            f"Model {model.name!r} has no weights yet: call it on a batch, or build it, before "
+            "fa.remat."
+        )
     if not (found := blocks.find(model)):
         parts = [part for part in private.flatten_layers(model) if part.weights]
         why = [f"{part.name!r} {reason}" for part in parts if (reason := blocks.refusal(part))]
         raise ValueError(
-            f"Model {model.name!r} has no blocks: no layers of one class side by side whose call could be computed "
-            f"again, and no functional graph worth a cut ({'; '.join(why[:3]) or 'it is too small'}). Name layers: "
-            "fa.remat(model, layer_names=[...])."
+            f"Model {model.name!r} has no blocks: no layers of one class side by side whose call "
+            "could be computed again, and no functional graph worth a cut "
+            f"({'; '.join(why[:3]) or 'it is too small'}). Name layers: fa.remat(model, "
+            "layer_names=[...])."
         )
     return found
 
 
 def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.Layer]:
-    if isinstance(layer_names, str) or not layer_names or not all(isinstance(name, str) for name in layer_names):
-        raise TypeError(f"layer_names={layer_names!r} must be a list of names of layers, or left out.")
+    if (
+        isinstance(layer_names, str)
+        or not layer_names
+        or not all(isinstance(name, str) for name in layer_names)
+    ):
+        raise TypeError(
+            f"layer_names={layer_names!r} must be a list of names of layers, or left out."
+        )
     by_name = {layer.name: layer for layer in reversed(list(private.flatten_layers(model)))}
     for name in layer_names:
         if name not in by_name:
-            raise ValueError(f"layer_names: the model has no layer {name!r}. It has {list(by_name)[::-1]}.")
+            raise ValueError(
+                f"layer_names: the model has no layer {name!r}. It has {list(by_name)[::-1]}."
+            )
         if reason := blocks.refusal(by_name[name]):
             raise ValueError(
-                f"layer_names: {name!r} ({type(by_name[name]).__name__}) cannot be computed again: it {reason}. Leave "
-                "it out, or name the layers within it."
+                f"layer_names: {name!r} ({type(by_name[name]).__name__}) cannot be computed "
+                f"again: it {reason}. Leave it out, or name the layers within it."
             )
     return [by_name[name] for name in layer_names]
 
@@ -135,9 +162,17 @@ def _interceptor(block: blocks.Block, policy: Policy) -> interceptors.Intercepto
     layer, segments = block
 
     def recompute(call: Callable, *args: object, **kwargs: object) -> Nest:
-        return recomputed(lambda a, k: call(*a, **k), args, kwargs, policy=policy, layers=private.flatten_layers(layer))
+        return recomputed(
+            lambda a, k: call(*a, **k),
+            args,
+            kwargs,
+            policy=policy,
+            layers=private.flatten_layers(layer),
+        )
 
-    def walk(call: Callable, inputs: Nest, operation_fn: Callable = lambda each: each, **others: object) -> Nest:
+    def walk(
+        call: Callable, inputs: Nest, operation_fn: Callable = lambda each: each, **others: object
+    ) -> Nest:
         """Runs a functional model's graph, segment by segment."""
         flat = keras.tree.flatten(inputs)
         if tf.executing_eagerly() or others or any(isinstance(t, keras.KerasTensor) for t in flat):
@@ -146,15 +181,23 @@ def _interceptor(block: blocks.Block, policy: Policy) -> interceptors.Intercepto
         for segment in segments or ():
             run = functools.partial(_run, segment, operation_fn)
             given = [values[id(t)] for t in segment.inputs]
-            results = recomputed(run, given, policy=policy, layers=segment.layers) if segment.recomputed else run(given)
+            results = (
+                recomputed(run, given, policy=policy, layers=segment.layers)
+                if segment.recomputed
+                else run(given)
+            )
             values |= zip(map(id, segment.outputs), results, strict=True)
         return keras.tree.pack_sequence_as(layer.output, [values[id(t)] for t in layer.outputs])
 
-    method, replacement = ("call", recompute) if segments is None else (private.run_through_graph.name, walk)
+    method, replacement = (
+        ("call", recompute) if segments is None else (private.run_through_graph.name, walk)
+    )
     return interceptors.Interceptor(layer, method, replacement, interceptors.Role.RECOMPUTE)
 
 
-def _run(segment: blocks.Segment, operation_fn: Callable, given: list[tf.Tensor]) -> list[tf.Tensor]:
+def _run(
+    segment: blocks.Segment, operation_fn: Callable, given: list[tf.Tensor]
+) -> list[tf.Tensor]:
     values = dict(zip(map(id, segment.inputs), given, strict=True))
     for node in segment.nodes:
         args, kwargs = node.arguments.fill_in(values)

@@ -18,26 +18,48 @@ from fastaccum.adapters.traces import drawn_batch, trace
 
 OTHER_ROWS = 1543  # beside TELLING_ROWS: as telling, and a factor away that bfloat16 shows
 
-_ARITHMETIC = {"Add", "AddV2", "Sub", "Mul", "FloorDiv", "FloorMod", "Maximum", "Minimum", "Neg", "Pack", "ConcatV2"}
+_ARITHMETIC = {
+    "Add",
+    "AddV2",
+    "Sub",
+    "Mul",
+    "FloorDiv",
+    "FloorMod",
+    "Maximum",
+    "Minimum",
+    "Neg",
+    "Pack",
+    "ConcatV2",
+}
 _PICKS = {"StridedSlice", "Slice", "GatherV2"}
 _OF_THE_FIRST = {*_PICKS, "Reshape", "Squeeze", "ExpandDims", "Identity", "Prod", "Sum"}
 _COMPARISONS = {"Less", "LessEqual", "Greater", "GreaterEqual", "Equal", "NotEqual"}
 
-# How far the number of rows has come: nowhere, to an integer, which may be a shape, or to a value; and by which node.
+# How far the number of rows has come: nowhere, to an integer, which may be a shape, or to a value;
+# and by which node.
 Mark = tuple[int, str]
 _NOTHING, _INTEGER, _VALUE = (0, ""), 1, 2
 
 
-def find_row_counter(one: tf.types.experimental.ConcreteFunction, function: Callable, specs: Nest) -> str | None:
-    """Names the operation by which the number of rows reaches results of a function, of which `one` is a trace."""
+def find_row_counter(
+    one: tf.types.experimental.ConcreteFunction, function: Callable, specs: Nest
+) -> str | None:
+    """Names the operation by which the number of rows reaches results of a function, of which `one`
+    is a trace.
+    """
     graphs = [each.graph.as_graph_def() for each in (one, trace(function, specs, OTHER_ROWS))]
     libraries = [{f.signature.name: f for f in graph.library.function} for graph in graphs]
-    level, name = max(_marks([g.node for g in graphs], {}, [t.name for t in one.outputs], libraries), default=_NOTHING)
+    level, name = max(
+        _marks([g.node for g in graphs], {}, [t.name for t in one.outputs], libraries),
+        default=_NOTHING,
+    )
     return name if level == _VALUE else None
 
 
 def find_power_of_rows(function: Callable, specs: Nest) -> float | None:
-    """Finds p, a multiple of 1/4 but not 0, where a row's result is `rows**p` times what follows from the row alone."""
+    """Finds p, a multiple of 1/4 but not 0, where a row's result is `rows**p` times what follows
+    from the row alone.
+    """
     few, more = 8, 12
 
     def results(rows: int) -> np.ndarray:
@@ -55,15 +77,21 @@ def find_power_of_rows(function: Callable, specs: Nest) -> float | None:
     return float(found) if found and (np.abs(powers - found) < 1e-3).all() else None
 
 
-def _marks(nodes: Sequence[Any], known: dict[str, Any], outputs: list[str], libraries: list[dict]) -> list[Mark]:
-    """Returns the marks of `outputs`, from the `known` marks of arguments and the nodes of both traces."""
+def _marks(
+    nodes: Sequence[Any], known: dict[str, Any], outputs: list[str], libraries: list[dict]
+) -> list[Mark]:
+    """Returns the marks of `outputs`, from the `known` marks of arguments and the nodes of both
+    traces.
+    """
 
     def of(name: str) -> Mark:
         node, _, output = name.partition(":")
         found = known.get(node, _NOTHING)
         return found[int(output.rpartition(":")[2] or 0)] if isinstance(found, list) else found
 
-    constants = [{node.name: node for node in each if node.op in {"Const", *_PICKS}} for each in nodes]
+    constants = [
+        {node.name: node for node in each if node.op in {"Const", *_PICKS}} for each in nodes
+    ]
     for node, twin in itertools.zip_longest(*nodes):
         if node is None or twin is None or node.op != twin.op:
             return [(_VALUE, (node or twin).name)] * len(outputs)
@@ -72,16 +100,27 @@ def _marks(nodes: Sequence[Any], known: dict[str, Any], outputs: list[str], libr
         if _are_equal_constants((node, twin), constants):
             known[node.name] = _NOTHING
         elif node.op == "Const":
-            known[node.name] = _INTEGER + tf.as_dtype(node.attr["dtype"].type).is_floating, node.name
+            known[node.name] = (
+                _INTEGER + tf.as_dtype(node.attr["dtype"].type).is_floating,
+                node.name,
+            )
         elif called:
             known[node.name] = given if "body" in called else []
-            for key in called * (1 + ("body" in called)):  # what a turn of a loop marks is given to the next one
-                f, g = (library[n.attr[key].func.name] for library, n in zip(libraries, (node, twin), strict=True))
+            # what a turn of a loop marks is given to the next one
+            for key in called * (1 + ("body" in called)):
+                f, g = (
+                    library[n.attr[key].func.name]
+                    for library, n in zip(libraries, (node, twin), strict=True)
+                )
                 inputs = known[node.name] if key == "body" else given[-len(f.signature.input_arg) :]
-                arguments = {a.name: mark for a, mark in zip(f.signature.input_arg, inputs, strict=False)}
+                arguments = {
+                    a.name: mark for a, mark in zip(f.signature.input_arg, inputs, strict=False)
+                }
                 returned = [f.ret[a.name] for a in f.signature.output_arg]
                 found = _marks([f.node_def, g.node_def], arguments, returned, libraries)
-                known[node.name] = list(itertools.starmap(max, itertools.zip_longest(known[node.name] or found, found)))
+                known[node.name] = list(
+                    itertools.starmap(max, itertools.zip_longest(known[node.name] or found, found))
+                )
         else:
             known[node.name] = _result(node, given)
     return [of(name) for name in outputs]
@@ -89,7 +128,9 @@ def _marks(nodes: Sequence[Any], known: dict[str, Any], outputs: list[str], libr
 
 def _are_equal_constants(pair: Sequence[Any], constants: Sequence[dict[str, Any]]) -> bool:
     try:
-        one, other = (_evaluate(each, nodes).ravel() for each, nodes in zip(pair, constants, strict=True))
+        one, other = (
+            _evaluate(each, nodes).ravel() for each, nodes in zip(pair, constants, strict=True)
+        )
     except KeyError:
         return False
     one, other = one[: other.size], other[: one.size]
@@ -97,10 +138,16 @@ def _are_equal_constants(pair: Sequence[Any], constants: Sequence[dict[str, Any]
 
 
 def _evaluate(node: Any, constants: dict[str, Any]) -> np.ndarray:
-    """Returns the value of a constant, or the elements picked from one; KeyError for what `constants` lacks."""
+    """Returns the value of a constant, or the elements picked from one; KeyError for what
+    `constants` lacks.
+    """
     if constants[node.name].op == "Const":
         return tf.make_ndarray(node.attr["value"].tensor)
-    inputs = [_evaluate(constants[name.partition(":")[0]], constants) for name in node.input if name[0] != "^"]
+    inputs = [
+        _evaluate(constants[name.partition(":")[0]], constants)
+        for name in node.input
+        if name[0] != "^"
+    ]
     pick = getattr(tf.raw_ops, node.op)
     names = inspect.signature(pick).parameters  # of inputs, then of attributes, which are numbers
     numbers = {name: node.attr[name].i for name in names if name in node.attr}

@@ -1,6 +1,8 @@
-"""Finds the operation by which the result for a row of a batch depends on other rows, if there is one.
+"""Finds the operation by which the result for a row of a batch depends on other rows, if there is
+one.
 
-A trace of many rows shows it by shapes: no other axis is as long. Where it cannot tell, a few rows are computed.
+A trace of many rows shows it by shapes: no other axis is as long. Where it cannot tell, a few rows
+    are computed.
 """
 
 from __future__ import annotations
@@ -11,7 +13,15 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.attributes import Nest, restored
-from fastaccum.adapters.traces import CALLS, CALLS_OF_PYTHON, COMPILED, TELLING_ROWS, WEIGHTS, drawn_batch, trace
+from fastaccum.adapters.traces import (
+    CALLS,
+    CALLS_OF_PYTHON,
+    COMPILED,
+    TELLING_ROWS,
+    WEIGHTS,
+    drawn_batch,
+    trace,
+)
 from fastaccum.kernels import private
 from fastaccum.kernels.recomputed_function import DRAWS
 
@@ -23,16 +33,115 @@ _LINEAR |= {"Reshape", "Squeeze", "ExpandDims", "Pack", "ConcatV2", "StopGradien
 _FUNCTIONS = CALLS | {"While", "StatelessWhile"}  # sums, where nothing looks into them
 _PRODUCTS = {"Mul", "RealDiv", "DivNoNan", "Div", "TrueDiv"}
 
-# Operations whose results for a row follow from that row alone, if they have rows: of elements, and of other axes.
-_BY_ELEMENT = {"Abs", "Neg", "Sign", "Square", "Sqrt", "Rsqrt", "Exp", "Expm1", "Log", "Log1p", "Reciprocal", "Inv"}
-_BY_ELEMENT |= {"Sin", "Cos", "Tan", "Asin", "Acos", "Atan", "Atan2", "Sinh", "Cosh", "Tanh", "Asinh", "Acosh", "Atanh"}
-_BY_ELEMENT |= {"Sigmoid", "Relu", "Relu6", "Elu", "Selu", "LeakyRelu", "Softplus", "Softsign", "Erf", "Erfc", "Erfinv"}
-_BY_ELEMENT |= {"Lgamma", "Digamma", "Floor", "Ceil", "Round", "Rint", "IsNan", "IsInf", "IsFinite", "LogicalNot"}
-_BY_ELEMENT |= {"Add", "AddV2", "AddN", "Sub", "Mul", "MulNoNan", "RealDiv", "Div", "DivNoNan", "TrueDiv", "FloorDiv"}
-_BY_ELEMENT |= {"FloorMod", "Mod", "Maximum", "Minimum", "Pow", "SquaredDifference", "Xdivy", "Xlogy", "BiasAdd"}
-_BY_ELEMENT |= {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr"}
-_BY_ELEMENT |= {"Select", "SelectV2", "ClipByValue", "Cast", "Bitcast", "ZerosLike", "OnesLike", "CheckNumerics"}
-_BY_ELEMENT |= {"Identity", "IdentityN", "StopGradient", "PreventGradient", "EnsureShape", "OneHot", "Bucketize"}
+# Operations whose results for a row follow from that row alone, if they have rows: of elements, and
+# of other axes.
+_BY_ELEMENT = {
+    "Abs",
+    "Neg",
+    "Sign",
+    "Square",
+    "Sqrt",
+    "Rsqrt",
+    "Exp",
+    "Expm1",
+    "Log",
+    "Log1p",
+    "Reciprocal",
+    "Inv",
+}
+_BY_ELEMENT |= {
+    "Sin",
+    "Cos",
+    "Tan",
+    "Asin",
+    "Acos",
+    "Atan",
+    "Atan2",
+    "Sinh",
+    "Cosh",
+    "Tanh",
+    "Asinh",
+    "Acosh",
+    "Atanh",
+}
+_BY_ELEMENT |= {
+    "Sigmoid",
+    "Relu",
+    "Relu6",
+    "Elu",
+    "Selu",
+    "LeakyRelu",
+    "Softplus",
+    "Softsign",
+    "Erf",
+    "Erfc",
+    "Erfinv",
+}
+_BY_ELEMENT |= {
+    "Lgamma",
+    "Digamma",
+    "Floor",
+    "Ceil",
+    "Round",
+    "Rint",
+    "IsNan",
+    "IsInf",
+    "IsFinite",
+    "LogicalNot",
+}
+_BY_ELEMENT |= {
+    "Add",
+    "AddV2",
+    "AddN",
+    "Sub",
+    "Mul",
+    "MulNoNan",
+    "RealDiv",
+    "Div",
+    "DivNoNan",
+    "TrueDiv",
+    "FloorDiv",
+}
+_BY_ELEMENT |= {
+    "FloorMod",
+    "Mod",
+    "Maximum",
+    "Minimum",
+    "Pow",
+    "SquaredDifference",
+    "Xdivy",
+    "Xlogy",
+    "BiasAdd",
+}
+_BY_ELEMENT |= {
+    "Equal",
+    "NotEqual",
+    "Less",
+    "LessEqual",
+    "Greater",
+    "GreaterEqual",
+    "LogicalAnd",
+    "LogicalOr",
+}
+_BY_ELEMENT |= {
+    "Select",
+    "SelectV2",
+    "ClipByValue",
+    "Cast",
+    "Bitcast",
+    "ZerosLike",
+    "OnesLike",
+    "CheckNumerics",
+}
+_BY_ELEMENT |= {
+    "Identity",
+    "IdentityN",
+    "StopGradient",
+    "PreventGradient",
+    "EnsureShape",
+    "OneHot",
+    "Bucketize",
+}
 _BY_ELEMENT |= {"Complex", "ComplexAbs", "Real", "Imag", "Conj", "Angle"}
 _OF_OTHER_AXES = {
     "Transpose",
@@ -46,23 +155,75 @@ _OF_OTHER_AXES = {
     "Tile",
     "Slice",
 }
-_OF_OTHER_AXES |= {"Pad", "PadV2", "MirrorPad", "BroadcastTo", "Sum", "Mean", "Max", "Min", "Prod", "All", "Any"}
-_OF_OTHER_AXES |= {"ArgMax", "ArgMin", "EuclideanNorm", "Softmax", "LogSoftmax", "MatMul", "BatchMatMul"}
+_OF_OTHER_AXES |= {
+    "Pad",
+    "PadV2",
+    "MirrorPad",
+    "BroadcastTo",
+    "Sum",
+    "Mean",
+    "Max",
+    "Min",
+    "Prod",
+    "All",
+    "Any",
+}
+_OF_OTHER_AXES |= {
+    "ArgMax",
+    "ArgMin",
+    "EuclideanNorm",
+    "Softmax",
+    "LogSoftmax",
+    "MatMul",
+    "BatchMatMul",
+}
 _OF_OTHER_AXES |= {"BatchMatMulV2", "BatchMatMulV3", "ResourceGather", *_ALONG_AN_AXIS}
 # Of a batch, if its first axis has the rows.
-_OF_A_BATCH = {"Conv2D", "Conv3D", "Conv", "DepthwiseConv2dNative", "Conv2DBackpropInput", "Conv3DBackpropInputV2"}
-_OF_A_BATCH |= {"MaxPool", "MaxPoolV2", "AvgPool", "MaxPool3D", "AvgPool3D", "ResizeBilinear", "ResizeNearestNeighbor"}
-_OF_A_BATCH |= {"ResizeBicubic", "ResizeArea", "SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits"}
-_FFTS = {f"{kind}FFT{axes}": int((axes or "1")[0]) for kind in ("", "I", "R", "IR") for axes in ("", "2D", "3D")}
-_OF_LISTS = {"TensorListGetItem", "TensorListSetItem", "TensorListStack", "TensorListPushBack", "TensorListPopBack"}
+_OF_A_BATCH = {
+    "Conv2D",
+    "Conv3D",
+    "Conv",
+    "DepthwiseConv2dNative",
+    "Conv2DBackpropInput",
+    "Conv3DBackpropInputV2",
+}
+_OF_A_BATCH |= {
+    "MaxPool",
+    "MaxPoolV2",
+    "AvgPool",
+    "MaxPool3D",
+    "AvgPool3D",
+    "ResizeBilinear",
+    "ResizeNearestNeighbor",
+}
+_OF_A_BATCH |= {
+    "ResizeBicubic",
+    "ResizeArea",
+    "SoftmaxCrossEntropyWithLogits",
+    "SparseSoftmaxCrossEntropyWithLogits",
+}
+_FFTS = {
+    f"{kind}FFT{axes}": int((axes or "1")[0])
+    for kind in ("", "I", "R", "IR")
+    for axes in ("", "2D", "3D")
+}
+_OF_LISTS = {
+    "TensorListGetItem",
+    "TensorListSetItem",
+    "TensorListStack",
+    "TensorListPushBack",
+    "TensorListPopBack",
+}
 _LOOKED_INTO = {*CALLS, "While", "StatelessWhile", "If", "StatelessIf", "Case", "StatelessCase"}
 
 
-def find_mixing_op(traced: tf.types.experimental.ConcreteFunction, function: Callable, specs: Nest) -> str | None:
+def find_mixing_op(
+    traced: tf.types.experimental.ConcreteFunction, function: Callable, specs: Nest
+) -> str | None:
     """Names an operation by which a row's result depends on other rows; None if there is none.
 
-    `traced` is the function's trace for inputs of these specs. Where it cannot tell, as in a loop over rows, the
-    function is computed for a few drawn rows, of which one is changed at a time.
+    `traced` is the function's trace for inputs of these specs. Where it cannot tell, as in a loop
+    over rows, the function is computed for a few drawn rows, of which one is changed at a time.
     """
     mixing = first_cross_example_op(traced.graph)
     if mixing is not None:
@@ -72,14 +233,17 @@ def find_mixing_op(traced: tf.types.experimental.ConcreteFunction, function: Cal
     if moving is None:
         return None
     kinds = {operation.type for operation in operations}
-    # Whether rows are mixed may hang on what is drawn, and a user's Python does not run before the training.
+    # Whether rows are mixed may hang on what is drawn, and a user's Python does not run before the
+    # training.
     if any("StatelessRandom" in kind for kind in kinds) or kinds & (DRAWS | CALLS_OF_PYTHON):
         return moving
     return moving if _changes_other_rows(function, specs) else None
 
 
 def first_cross_example_op(graph: tf.Graph) -> str | None:
-    """Names the first operation whose shapes show that a row's result depends on others; None if there is none."""
+    """Names the first operation whose shapes show that a row's result depends on others; None if
+    there is none.
+    """
     for operation in _operations(graph):
         if operation.type in _OF_SHAPES:
             continue
@@ -89,17 +253,26 @@ def first_cross_example_op(graph: tf.Graph) -> str | None:
 
 
 def first_comparison_of_rows(graph: tf.Graph) -> str | None:
-    """Names the first operation that compares all rows of a batch with each other; None if there is none."""
-    return next((operation.name for operation in graph.get_operations() if _is_square(operation)), None)
+    """Names the first operation that compares all rows of a batch with each other; None if there is
+    none.
+    """
+    return next(
+        (operation.name for operation in graph.get_operations() if _is_square(operation)), None
+    )
 
 
 def first_op_along_rows(graph: tf.Graph) -> str | None:
     """Names the first operation that reverses, adds up or shuffles rows; None if there is none."""
-    return next((operation.name for operation in graph.get_operations() if _goes_along_rows(operation)), None)
+    return next(
+        (operation.name for operation in graph.get_operations() if _goes_along_rows(operation)),
+        None,
+    )
 
 
 def first_sum_in_weights(graph: tf.Graph) -> str | None:
-    """Names an operation over all rows of a batch on which the tensors named WEIGHTS depend; None if there is none."""
+    """Names an operation over all rows of a batch on which the tensors named WEIGHTS depend; None
+    if there is none.
+    """
     needed = {op.name for op in graph.get_operations() if WEIGHTS in op.name.rpartition("/")[2]}
     for operation in reversed(graph.get_operations()):  # each before its inputs
         if operation.name in needed and operation.type not in _OF_SHAPES:
@@ -109,15 +282,21 @@ def first_sum_in_weights(graph: tf.Graph) -> str | None:
     return None
 
 
-def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool, functions_are_sums: bool = True) -> str | None:
-    """Names an operation after which a scalar is no sum or mean over rows any more, as a root; None if none is.
+def first_op_beyond_sums(
+    scalar: tf.Tensor, model_is_by_row: bool, functions_are_sums: bool = True
+) -> str | None:
+    """Names an operation after which a scalar is no sum or mean over rows any more, as a root; None
+    if none is.
 
     Loops and called functions that take rows and return none are sums if `functions_are_sums`.
     """
     sums = _SUMS | _FUNCTIONS if functions_are_sums else _SUMS
-    reaches: set[str] = set()  # operations that depend on a tensor with rows, and not on the number of rows alone
+    # operations that depend on a tensor with rows, and not on the number of rows alone
+    reaches: set[str] = set()
     for operation in scalar.graph.get_operations():  # each after its inputs
-        depends = _has_rows(operation.outputs) or any(t.op.name in reaches for t in operation.inputs)
+        depends = _has_rows(operation.outputs) or any(
+            t.op.name in reaches for t in operation.inputs
+        )
         reaches |= {operation.name} if depends and operation.type not in _OF_SHAPES else set()
     needed = {scalar.op.name} & reaches
     for operation in reversed(scalar.graph.get_operations()):  # each before its inputs
@@ -140,16 +319,26 @@ def first_op_beyond_sums(scalar: tf.Tensor, model_is_by_row: bool, functions_are
 
 def _is_linear(operation: tf.Operation, inputs: list[tf.Tensor]) -> bool:
     factor = operation.type in _PRODUCTS and len(inputs) == 1
-    return operation.type in _LINEAR or (factor and (operation.type == "Mul" or inputs[0] is operation.inputs[0]))
+    return operation.type in _LINEAR or (
+        factor and (operation.type == "Mul" or inputs[0] is operation.inputs[0])
+    )
 
 
 def _has_rows(tensors: Sequence[tf.Tensor]) -> bool:
-    return any(t.shape.rank is None or any(d and d % TELLING_ROWS == 0 for d in t.shape) for t in tensors)
+    return any(
+        t.shape.rank is None or any(d and d % TELLING_ROWS == 0 for d in t.shape) for t in tensors
+    )
 
 
 def _loses_rows(operation: tf.Operation) -> bool:
-    lists = any(t.dtype == tf.variant for t in operation.outputs)  # which hold rows, and show no shape
-    return _has_rows(operation.inputs) and bool(operation.outputs) and not lists and not _has_rows(operation.outputs)
+    # which hold rows, and show no shape
+    lists = any(t.dtype == tf.variant for t in operation.outputs)
+    return (
+        _has_rows(operation.inputs)
+        and bool(operation.outputs)
+        and not lists
+        and not _has_rows(operation.outputs)
+    )
 
 
 def _is_square(operation: tf.Operation) -> bool:
@@ -157,7 +346,9 @@ def _is_square(operation: tf.Operation) -> bool:
 
 
 def _goes_along_rows(operation: tf.Operation) -> bool:
-    """Tells if an operation reverses, adds up or shuffles the rows, or takes a softmax over them."""
+    """Tells if an operation reverses, adds up or shuffles the rows, or takes a softmax over
+    them.
+    """
     if operation.type == "RandomShuffle":
         return True
     if operation.type in ("Softmax", "LogSoftmax"):
@@ -169,11 +360,15 @@ def _goes_along_rows(operation: tf.Operation) -> bool:
     shape = operation.inputs[0].shape
     if not shape.rank:
         return False
-    return axes is None or any(shape[int(axis)] and _is_of_rows(shape[int(axis)]) for axis in axes.ravel())
+    return axes is None or any(
+        shape[int(axis)] and _is_of_rows(shape[int(axis)]) for axis in axes.ravel()
+    )
 
 
 def _may_move_rows(operation: tf.Operation) -> bool:
-    """Tells if a row of an operation's results may come from others, which its shapes do not show."""
+    """Tells if a row of an operation's results may come from others, which its shapes do not
+    show.
+    """
     kind, inputs = operation.type, operation.inputs
     if not _has_rows(inputs) or any(t.dtype in (tf.string, tf.resource) for t in inputs):
         return False
@@ -185,7 +380,8 @@ def _may_move_rows(operation: tf.Operation) -> bool:
     if shape.rank is None:
         return True
     if kind in _OF_A_BATCH:
-        first = next(t.shape for t in inputs if _has_rows([t]))  # of a transposed convolution: not the sizes
+        # of a transposed convolution: not the sizes
+        first = next(t.shape for t in inputs if _has_rows([t]))
         return not (first.rank and _is_of_rows(first[0]))
     if kind in _FFTS:
         return not (shape.rank > _FFTS[kind] and _is_axis_of_rows(shape, 0))
@@ -204,7 +400,8 @@ def _may_move_rows(operation: tf.Operation) -> bool:
         strides = tf.get_static_value(inputs[3])
         return _has_rows(inputs[:1]) and (strides is None or bool((strides < 0).any()))
     if kind == "Reshape":
-        # Another product of axes before that of the rows deals them out anew, as heads that are folded into rows.
+        # Another product of axes before that of the rows deals them out anew, as heads that are
+        # folded into rows.
         return _lengths_before_rows(shape) != _lengths_before_rows(operation.outputs[0].shape)
     if kind == "Einsum":
         return not _keeps_row_labels(operation)
@@ -218,7 +415,11 @@ def _keeps_row_labels(operation: tf.Operation) -> bool:
     for term, factor in zip(terms.split(","), operation.inputs, strict=True):
         if "." in term or factor.shape.rank is None:
             return False
-        labels |= {label for label, length in zip(term, factor.shape, strict=True) if length and _is_of_rows(length)}
+        labels |= {
+            label
+            for label, length in zip(term, factor.shape, strict=True)
+            if length and _is_of_rows(length)
+        }
     return len(labels) == 1 and labels <= set(result)
 
 
@@ -244,7 +445,9 @@ def _lengths_before_rows(shape: tf.TensorShape) -> int | None:
 
 
 def _operations(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """Yields the operations that a function's results need, with those of its loops, branches and functions."""
+    """Yields the operations that a function's results need, with those of its loops, branches and
+    functions.
+    """
     needed = {t.op.name for t in graph.outputs}
     for operation in reversed(graph.get_operations()):  # each before its inputs
         if operation.name in needed:
@@ -262,7 +465,9 @@ def _operations(graph: tf.Graph) -> Iterator[tf.Operation]:
 
 
 def _changes_other_rows(function: Callable, specs: Nest) -> bool:
-    """Tells if a change of one of a few drawn rows changes others' results; True where that cannot be computed."""
+    """Tells if a change of one of a few drawn rows changes others' results; True where that cannot
+    be computed.
+    """
     rows = 4
     try:
         traced = trace(function, specs, rows)
@@ -271,7 +476,8 @@ def _changes_other_rows(function: Callable, specs: Nest) -> bool:
         def results(batch: Nest) -> list[np.ndarray]:
             with restored(variables):  # seeds too: each call draws the same
                 for variable in variables:
-                    if variable.dtype.is_floating:  # a gate that is 0 before the training would hide what it lets in
+                    # a gate that is 0 before the training would hide what it lets in
+                    if variable.dtype.is_floating:
                         variable.assign_add(tf.cast(tf.fill(variable.shape, 0.1), variable.dtype))
                 found = [tf.cast(t, tf.float32).numpy() for t in tf.nest.flatten(traced(batch))]
             return [value.reshape(rows, -1) for value in found]
@@ -283,7 +489,9 @@ def _changes_other_rows(function: Callable, specs: Nest) -> bool:
                 after = results(_with_row(drawn, changed, row))
                 others = np.arange(rows) != row
                 for one, other in zip(before, after, strict=True):
-                    if not np.allclose(one[others], other[others], rtol=1e-4, atol=1e-6, equal_nan=True):
+                    if not np.allclose(
+                        one[others], other[others], rtol=1e-4, atol=1e-6, equal_nan=True
+                    ):
                         return True
     except Exception:  # it takes no such values, or is of a fixed number of rows
         return True
@@ -291,9 +499,13 @@ def _changes_other_rows(function: Callable, specs: Nest) -> bool:
 
 
 def _scaled(batch: Nest, factor: int) -> Nest:
-    return tf.nest.map_structure(lambda t: t * tf.cast(factor, t.dtype) if t.dtype.is_floating else t, batch)
+    return tf.nest.map_structure(
+        lambda t: t * tf.cast(factor, t.dtype) if t.dtype.is_floating else t, batch
+    )
 
 
 def _with_row(batch: Nest, other: Nest, row: int) -> Nest:
     """Returns the batch with this row of the other one in place of its own."""
-    return tf.nest.map_structure(lambda t, o: tf.tensor_scatter_nd_update(t, [[row]], o[row : row + 1]), batch, other)
+    return tf.nest.map_structure(
+        lambda t, o: tf.tensor_scatter_nd_update(t, [[row]], o[row : row + 1]), batch, other
+    )

@@ -1,7 +1,10 @@
-"""Lets `keras.saving.load_model` find the layers of fastaccum after `import fastaccum` alone, which imports no Keras.
+"""Lets `keras.saving.load_model` find the layers of fastaccum after `import fastaccum` alone, which
+imports no Keras.
 
-In Keras's table of saved layers each gets a stand-in, which imports the module once a saved layer is to be made. An
-optimizer whose state Keras skips, as of other variables, is marked: a Trainer warns of it, long after Keras did.
+In Keras's table of saved layers each gets a stand-in, which imports the module once a saved layer
+is to be made. An
+optimizer whose state Keras skips, as of other variables, is marked: a Trainer warns of it, long
+    after Keras did.
 """
 
 from __future__ import annotations
@@ -19,20 +22,30 @@ LAYERS = {
         *("Fp32GroupQueryAttention", "Fp32MultiHeadAttention", "Fp32ReversibleEmbedding"),
     ),
     "fastaccum.kernels.layer_stack": ("LayerStack",),
-    "fastaccum.transformer": ("CausalSelfAttention", "ContextLimit", "LearnedPositions", "TransformerBlock"),
+    "fastaccum.transformer": (
+        "CausalSelfAttention",
+        "ContextLimit",
+        "LearnedPositions",
+        "TransformerBlock",
+    ),
 }
-SKIPPED = "fastaccum_skipped"  # on an optimizer: whether Keras has skipped its state in a file, as one of others
+# on an optimizer: whether Keras has skipped its state in a file, as one of others
+SKIPPED = "fastaccum_skipped"
 
 
 def register() -> None:
-    """Enters the stand-ins in Keras's table: now if Keras has been imported, otherwise as soon as it is."""
+    """Enters the stand-ins in Keras's table: now if Keras has been imported, otherwise as soon as
+    it is.
+    """
     wrapt.register_post_import_hook(_register, "keras")
 
 
 def _register(keras: Any) -> None:
     for module, names in LAYERS.items():
         for name in names:
-            keras.saving.get_custom_objects().setdefault(f"fastaccum>{name}", _StandIn(module, name))
+            keras.saving.get_custom_objects().setdefault(
+                f"fastaccum>{name}", _StandIn(module, name)
+            )
     load = keras.optimizers.Optimizer.load_own_variables
 
     @functools.wraps(load)

@@ -1,6 +1,8 @@
-"""Loss functions that return one number for a batch: whether it is a mean or a sum over rows, and how weights scale it.
+"""Loss functions that return one number for a batch: whether it is a mean or a sum over rows, and
+how weights scale it.
 
-Keras multiplies such a number by every sample weight and reduces the products, so that the weights do not tell rows
+Keras multiplies such a number by every sample weight and reduces the products, so that the weights
+do not tell rows
 apart: they scale the batch's loss, by their mean under the reduction "sum_over_batch_size".
 """
 
@@ -26,10 +28,11 @@ Specs = Sequence[keras.KerasTensor]  # of both
 class ScalarLoss(NamedTuple):
     """How the values of micro-batches make up the value of the whole batch.
 
-    Attributes:
-        kind: "mean" if each value counts by its rows; "sum" if the values are added up; "pair" if the function returns
+    Attributes: kind: "mean" if each value counts by its rows; "sum" if the values are added up;
+        "pair" if the function returns
             `(loss_sum, weight_sum)`, of which both are added up before they are divided.
-        unproven: an operation because of which the result may be another than the value of the whole batch, or None.
+        unproven: an operation because of which the result may be another than the value of the
+            whole batch, or None.
     """
 
     kind: Literal["mean", "sum", "pair"]
@@ -48,8 +51,9 @@ class Factor(NamedTuple):
 
 # Which reductions a function seems to have.
 
-# Rows of two batches that are compared with both together: even, since functions take rows in pairs. Few rows show a
-# small mean beside a sum, many a small sum beside a mean; the larger batch has at most so many elements.
+# Rows of two batches that are compared with both together: even, since functions take rows in
+# pairs. Few rows show a small mean beside a sum, many a small sum beside a mean; the larger batch
+# has at most so many elements.
 _FEW_ROWS, _MORE_ROWS, _MOST_ROWS = 2, 4, 256
 _ELEMENTS = 2**15
 _GROUPED_ROWS = 5_040  # which groups of up to ten rows divide, such as triplets
@@ -58,16 +62,22 @@ _TOLERANCE = 2e-5  # of float32
 
 
 def find(
-    call: Callable[[Pair], Any], specs: Specs, name: str, traced: tf.types.experimental.ConcreteFunction | None
+    call: Callable[[Pair], Any],
+    specs: Specs,
+    name: str,
+    traced: tf.types.experimental.ConcreteFunction | None,
 ) -> ScalarLoss | None:
-    """Finds what a loss function `name` is over rows; None if it returns something else than a scalar or a pair.
+    """Finds what a loss function `name` is over rows; None if it returns something else than a
+    scalar or a pair.
 
     `traced` is what `trace` returned for it.
 
-    The trace decides if the value is made of sums over rows. Their factors are decided by numbers: a mean over all rows
+    The trace decides if the value is made of sums over rows. Their factors are decided by numbers:
+        a mean over all rows
     is the mean of two batches' means by their rows, and a sum is the sum of their sums.
 
-    Raises ValueError for a pair whose parts do not add up, and for a function that assigns variables.
+    Raises ValueError for a pair whose parts do not add up, and for a function that assigns
+    variables.
     """
     if traced is None:  # the trace of the step fails with an error that names the loss
         return None
@@ -86,15 +96,21 @@ def find(
 
 
 def _is_pair(returned: Any) -> bool:
-    """Tells if a loss function returned `(loss_sum, weight_sum)`, of which the second may be a count."""
+    """Tells if a loss function returned `(loss_sum, weight_sum)`, of which the second may be a
+    count.
+    """
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         return False
     loss_sum, weight_sum = returned
     return _is_scalar(loss_sum) and tf.is_tensor(weight_sum) and weight_sum.shape.rank == 0
 
 
-def trace(call: Callable[[Pair], Any], specs: Specs) -> tf.types.experimental.ConcreteFunction | None:
-    """Traces a function with as many rows as tell, with those of the specs, or with those that groups of rows take."""
+def trace(
+    call: Callable[[Pair], Any], specs: Specs
+) -> tf.types.experimental.ConcreteFunction | None:
+    """Traces a function with as many rows as tell, with those of the specs, or with those that
+    groups of rows take.
+    """
     for rows in (traces.TELLING_ROWS, None, _GROUPED_ROWS):
         with contextlib.suppress(Exception):  # whatever a user's function raises
             return traces.trace(call, specs, rows)
@@ -114,15 +130,20 @@ def _is_scalar_with_axes(value: Any, traced: tf.types.experimental.ConcreteFunct
 
 
 def _require_no_counter(traced: tf.types.experimental.ConcreteFunction, name: str) -> None:
-    """Raises ValueError for a loss that assigns numbers, such as a count of its calls; seeds may be assigned."""
-    assigned = [v for v in traces.list_assigned(traced.graph, []) if v.dtype.is_floating or not v.shape.rank]
+    """Raises ValueError for a loss that assigns numbers, such as a count of its calls; seeds may be
+    assigned.
+    """
+    assigned = [
+        v for v in traces.list_assigned(traced.graph, []) if v.dtype.is_floating or not v.shape.rank
+    ]
     if assigned:
         names = [v.name for v in assigned]
         raise ValueError(
-            f"loss {name!r} assigns {names}. A train step computes it for each micro-batch, and not once for the "
-            "batch. Let the loss only read the variable, and assign it in a callback (on_train_batch_end). Or, where "
-            "its value comes from the batch, assign a weight of the model in its compute_loss: checkpoints hold it. It "
-            "is assigned for each micro-batch."
+            f"loss {name!r} assigns {names}. A train step computes it for each micro-batch, and "
+            "not once for the batch. Let the loss only read the variable, and assign it in a "
+            "callback (on_train_batch_end). Or, where its value comes from the batch, assign a "
+            "weight of the model in its compute_loss: checkpoints hold it. It is assigned for "
+            "each micro-batch."
         )
 
 
@@ -134,10 +155,14 @@ def _first_op_beyond_sums(scalar: tf.Tensor) -> str | None:
     called = [op.name for op in scalar.graph.get_operations() if op.type in traces.CALLS]
     if called:  # what is inside was not looked into
         return called[0]
-    return row_mixing.first_comparison_of_rows(scalar.graph) or row_mixing.first_op_along_rows(scalar.graph)
+    return row_mixing.first_comparison_of_rows(scalar.graph) or row_mixing.first_op_along_rows(
+        scalar.graph
+    )
 
 
-def _compare_batches(call: Callable[[Pair], Any], specs: Specs) -> Literal["mean", "sum", ""] | None:
+def _compare_batches(
+    call: Callable[[Pair], Any], specs: Specs
+) -> Literal["mean", "sum", ""] | None:
     """Tells by numbers if a function is a mean or a sum over rows, in value and gradient.
 
     Returns "" for neither, and None where the numbers say nothing.
@@ -155,14 +180,18 @@ def _compare_batches(call: Callable[[Pair], Any], specs: Specs) -> Literal["mean
     return kinds.pop()
 
 
-def _draw_labels(random: np.random.Generator, shape: tuple[int, ...], is_target: bool) -> np.ndarray:
+def _draw_labels(
+    random: np.random.Generator, shape: tuple[int, ...], is_target: bool
+) -> np.ndarray:
     """Draws targets that are 0 or 1, and predictions that may be probabilities."""
     if is_target:
         return random.integers(0, 2, shape)
     return random.uniform(0.1, 0.9, shape)
 
 
-def _draw_numbers(random: np.random.Generator, shape: tuple[int, ...], is_target: bool) -> np.ndarray:
+def _draw_numbers(
+    random: np.random.Generator, shape: tuple[int, ...], is_target: bool
+) -> np.ndarray:
     """Draws targets between 0 and 1, and predictions of either sign."""
     if is_target:
         return random.uniform(0.1, 0.9, shape)
@@ -172,9 +201,13 @@ def _draw_numbers(random: np.random.Generator, shape: tuple[int, ...], is_target
 def _fitting_kinds(
     call: Callable[[Pair], Any], specs: Specs, draw: Callable[..., np.ndarray]
 ) -> set[Literal["mean", "sum"]] | None:
-    """Returns which of both a function is for one draw of two batches; None if it is not finite there, or 0."""
+    """Returns which of both a function is for one draw of two batches; None if it is not finite
+    there, or 0.
+    """
     random = np.random.default_rng(0)
-    shapes = [[_UNKNOWN_AXIS if axis is None else axis for axis in spec.shape[1:]] for spec in specs]
+    shapes = [
+        [_UNKNOWN_AXIS if axis is None else axis for axis in spec.shape[1:]] for spec in specs
+    ]
     elements = max(1, *map(math.prod, shapes))
     more_rows = min(max(_ELEMENTS // elements // 2 * 2, _MORE_ROWS), _MOST_ROWS)
     all_rows = _FEW_ROWS + more_rows
@@ -223,11 +256,17 @@ def _fitting_kinds(
 
 
 def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(other).max(initial=0.0))
+    return np.allclose(
+        one, other, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(other).max(initial=0.0)
+    )
 
 
-def _require_sums(call: Callable[[Pair], Any], specs: Specs, returned: Sequence[tf.Tensor], name: str) -> None:
-    """Raises ValueError if one of the two numbers that a function returns is no sum over the rows of a batch."""
+def _require_sums(
+    call: Callable[[Pair], Any], specs: Specs, returned: Sequence[tf.Tensor], name: str
+) -> None:
+    """Raises ValueError if one of the two numbers that a function returns is no sum over the rows
+    of a batch.
+    """
     for position, part in enumerate(("loss_sum", "weight_sum")):
         kind = _compare_batches(functools.partial(_call_part, call, position), specs)
         changed_by = _first_op_on_sums(returned[position])
@@ -240,14 +279,17 @@ def _require_sums(call: Callable[[Pair], Any], specs: Specs, returned: Sequence[
         else:
             continue
         raise ValueError(
-            f"loss {name!r} returns a pair (loss_sum, weight_sum), and its {part} {reason}. Return sums over the batch "
-            "as they are, without a maximum(..., 1) or an epsilon: the loss of an update is the sum of all loss_sums "
-            "divided by the sum of all weight_sums, and 0 where these are 0."
+            f"loss {name!r} returns a pair (loss_sum, weight_sum), and its {part} {reason}. "
+            "Return sums over the batch as they are, without a maximum(..., 1) or an epsilon: "
+            "the loss of an update is the sum of all loss_sums divided by the sum of all "
+            "weight_sums, and 0 where these are 0."
         )
 
 
 def _first_op_on_sums(scalar: tf.Tensor) -> str | None:
-    """Names an operation on sums over rows, such as a maximum, by which a scalar is none; None if there is none."""
+    """Names an operation on sums over rows, such as a maximum, by which a scalar is none; None if
+    there is none.
+    """
     name = row_mixing.first_op_beyond_sums(scalar, model_is_by_row=True)
     if name is None:
         return None
@@ -263,15 +305,20 @@ def _call_part(call: Callable[[Pair], Any], position: int, pair: Pair) -> tf.Ten
 
 
 def make_factor(
-    reduction: str | None, rows: tf.Tensor, weights: tf.Tensor | None, mask: tf.Tensor | None, name: str
+    reduction: str | None,
+    rows: tf.Tensor,
+    weights: tf.Tensor | None,
+    mask: tf.Tensor | None,
+    name: str,
 ) -> Factor:
     """Returns what Keras multiplies the scalar of a loss `name` by, for its `reduction`."""
     if weights is None and mask is None:
         return Factor(rows, rows)
     if reduction is None:
         raise ValueError(
-            f"loss {name!r} returns one number for a batch and has reduction=None: with sample_weight, class_weight or "
-            "a mask it is a number for each weight. Pass reduction='sum_over_batch_size' or 'sum'."
+            f"loss {name!r} returns one number for a batch and has reduction=None: with "
+            "sample_weight, class_weight or a mask it is a number for each weight. Pass "
+            "reduction='sum_over_batch_size' or 'sum'."
         )
     if weights is None:
         weights = tf.ones_like(mask, tf.float32)
@@ -296,7 +343,8 @@ def _of_one_rank(one: tf.Tensor, other: tf.Tensor) -> Pair:
 
 
 def divide_out(denominator: tf.Tensor, factor: Factor) -> tf.Tensor:
-    """Returns a scalar loss's divisor for its factor: `loss_sum / divisor` is `factor * loss_sum / denominator`.
+    """Returns a scalar loss's divisor for its factor: `loss_sum / divisor` is `factor * loss_sum /
+    denominator`.
 
     A factor of 0 makes the divisor infinite, and the loss 0.
     """

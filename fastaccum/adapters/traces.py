@@ -1,4 +1,6 @@
-"""Traces functions of a batch, and reads in their graphs which variables they assign and where they call Python."""
+"""Traces functions of a batch, and reads in their graphs which variables they assign and where they
+call Python.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +18,47 @@ from fastaccum.kernels.recomputed_function import DRAWS
 TELLING_ROWS = 1031
 # Of a drawn batch, in place of lengths that are not known, such as those of padded sequences.
 DRAWN_LENGTH = 6
-# What `compute_loss` hands to its compiled loss as sample weights, and what it gets from it, by name.
+# What `compute_loss` hands to its compiled loss as sample weights, and what it gets from it, by
+# name.
 WEIGHTS, COMPILED = "weight_of_compute_loss", "compiled_loss_of_compute_loss"
 
-UNSEEDED = DRAWS - {"RngReadAndSkip"}  # whose state is in a variable; that of the others is nowhere to be read
+# whose state is in a variable; that of the others is nowhere to be read
+UNSEEDED = DRAWS - {"RngReadAndSkip"}
 CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 CALLS_OF_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 
 
-def trace(function: Callable, nest: Nest, rows: int | None = TELLING_ROWS) -> tf.types.experimental.ConcreteFunction:
-    """Traces a function of one batch with so many rows; `nest` has the specs, and with None also the number of rows.
+def trace(
+    function: Callable, nest: Nest, rows: int | None = TELLING_ROWS
+) -> tf.types.experimental.ConcreteFunction:
+    """Traces a function of one batch with so many rows; `nest` has the specs, and with None also
+    the number of rows.
 
-    The operations of a tf.function that it calls are in its own graph, except where one needs AutoGraph.
+    The operations of a tf.function that it calls are in its own graph, except where one needs
+    AutoGraph.
     """
-    with contextlib.suppress(Exception), _inlined_functions():  # whatever a user's function raises without AutoGraph
+    # whatever a user's function raises without AutoGraph
+    with contextlib.suppress(Exception), _inlined_functions():
         return trace_with_calls(function, nest, rows)
     return trace_with_calls(function, nest, rows)
 
 
-def trace_with_calls(function: Callable, nest: Nest, rows: int | None) -> tf.types.experimental.ConcreteFunction:
-    """Traces as `trace` does, with a tf.function that the function calls left a call, and compiled as it says."""
-    specs = tf.nest.map_structure(lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), nest)
+def trace_with_calls(
+    function: Callable, nest: Nest, rows: int | None
+) -> tf.types.experimental.ConcreteFunction:
+    """Traces as `trace` does, with a tf.function that the function calls left a call, and compiled
+    as it says.
+    """
+    specs = tf.nest.map_structure(
+        lambda s: tf.TensorSpec([rows or s.shape[0] or 1, *s.shape[1:]], s.dtype), nest
+    )
     return tf.function(function, autograph=False).get_concrete_function(specs)
 
 
 def drawn_batch(specs: Nest, rows: int, seed: int) -> Nest:
-    """Draws so many rows of inputs of these specs: floats from 0.1 to 0.9, integers 0 and 1, False and True."""
+    """Draws so many rows of inputs of these specs: floats from 0.1 to 0.9, integers 0 and 1, False
+    and True.
+    """
     uniform = np.random.default_rng(seed).uniform
 
     def draw(spec: tf.TensorSpec) -> tf.Tensor:
@@ -65,7 +82,9 @@ def _inlined_functions() -> Iterator[None]:
 
 
 def list_python_calls(graph: tf.Graph) -> list[str]:
-    """Names the operations that call Python (tf.numpy_function, tf.py_function), which XLA cannot compile."""
+    """Names the operations that call Python (tf.numpy_function, tf.py_function), which XLA cannot
+    compile.
+    """
     definition = graph.as_graph_def()
     nodes = list(definition.node)
     for function in definition.library.function:
@@ -80,6 +99,10 @@ def list_assigned(graph: tf.Graph, of_keras: Sequence[Variable]) -> list[Variabl
     owners = {id(v.handle): v for v in graph.variables} | owners
     outside = {id(inside): id(handle) for handle, inside in graph.captures}
     written = [
-        outside.get(id(t)) for op in graph.get_operations() for t in private.get_read_write_resource_inputs(op)[1]
+        outside.get(id(t))
+        for op in graph.get_operations()
+        for t in private.get_read_write_resource_inputs(op)[1]
     ]
-    return list({id(owners[handle]): owners[handle] for handle in written if handle in owners}.values())
+    return list(
+        {id(owners[handle]): owners[handle] for handle in written if handle in owners}.values()
+    )

@@ -13,7 +13,9 @@ from fastaccum.app.options import MODEL_FILE, BadArgument
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Prints the prompt and its continuation as the parsed `options` say, and returns the exit code."""
+    """Prints the prompt and its continuation as the parsed `options` say, and returns the exit
+    code.
+    """
     prompt = os.fsencode(options.prompt)
     file = Path(options.run, MODEL_FILE)
     try:

@@ -1,4 +1,6 @@
-"""The options of the `fastaccum` command, and the devices that there are. Needs no TensorFlow to answer --help."""
+"""The options of the `fastaccum` command, and the devices that there are. Needs no TensorFlow to
+answer --help.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 EPILOG = """\
 exit codes: 0 done; 1 failed on its way; 2 bad arguments, nothing started; 130 ended by Ctrl-C;
 143 ended by SIGTERM (preemption), after a checkpoint was saved.
-The first Ctrl-C ends training after the current step and saves what was learned; a second one aborts.
+The first Ctrl-C ends training after the current step and saves what was learned; a second aborts.
 However a run ended, `fastaccum train --resume FOLDER` continues from its last checkpoint.
 """
 MOST = 10**6  # windows in a micro-batch, micro-batches in an update
@@ -43,14 +45,18 @@ Number = TypeVar("Number", int, float)
 
 
 class BadArgument(Exception):
-    """An argument that cannot be used: one line that names the program, the value and the remedy."""
+    """An argument that cannot be used: one line that names the program, the value and the
+    remedy.
+    """
 
 
 class Parser(argparse.ArgumentParser):
     """A parser whose options cannot be abbreviated, and whose errors are one line."""
 
     def __init__(self, **settings: Any):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
+        )
 
     def error(self, message: str) -> NoReturn:
         # Without the usage: the one line that matters would be the last of many.
@@ -58,27 +64,37 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line; `command` and `parser` are the subcommand's, `given` the options that it names.
+    """Parses the command line; `command` and `parser` are the subcommand's, `given` the options
+    that it names.
 
-    Raises:
-        BadArgument: raised for what is not an option, with the one that was probably meant; for what is not a value of
+    Raises: BadArgument: raised for what is not an option, with the one that was probably meant; for
+        what is not a value of
             an option; and for a run that is not there.
     """
     parser = make_parser()
     if not argv:
-        parser.error("name a COMMAND: train, generate, bench or devices; `fastaccum --help` says what each does")
+        parser.error(
+            "name a COMMAND: train, generate, bench or devices; `fastaccum --help` says what "
+            "each does"
+        )
     parsed, unknown = parser.parse_known_args(argv)
     if unknown:
-        parsed.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, parsed.parser)}")
+        parsed.parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, parsed.parser)}"
+        )
     # Options cannot be abbreviated, and one that equals its default is given, too.
     parsed.given = {each.partition("=")[0] for each in argv}
     # Found here, and not some seconds later, when TensorFlow is imported.
     if getattr(parsed, "resume", None) is not None:
         where = "name a folder that `fastaccum train` wrote, such as runs/nano-adamw-seed0"
-        _require_file(parsed.parser, f"--resume {parsed.resume!r}", Path(parsed.resume, CONFIG_FILE), where)
+        _require_file(
+            parsed.parser, f"--resume {parsed.resume!r}", Path(parsed.resume, CONFIG_FILE), where
+        )
     if parsed.command == "generate":
         if not parsed.prompt:
-            parsed.parser.error("--prompt '' is empty: give at least one character, or leave it out")
+            parsed.parser.error(
+                "--prompt '' is empty: give at least one character, or leave it out"
+            )
         where = "`fastaccum train` saves it when training ends, in the run's folder"
         _require_file(parsed.parser, f"RUN {parsed.run!r}", Path(parsed.run, MODEL_FILE), where)
     return parsed
@@ -103,21 +119,33 @@ def _require_file(parser: Parser, argument: str, file: Path, where: str) -> None
 def make_parser() -> Parser:
     about = "Trains a small language model on text, with gradient accumulation in one XLA program."
     parser = Parser(prog="fastaccum", description=about, epilog=EPILOG)
-    parser.add_argument("--version", action="version", version=f"fastaccum {sys.modules['fastaccum'].__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"fastaccum {sys.modules['fastaccum'].__version__}"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands.add_parser)
     _add_generate(commands.add_parser)
-    commands.add_parser("bench", help="run the benchmarks and write them up (in a clone of the repository)")
+    commands.add_parser(
+        "bench", help="run the benchmarks and write them up (in a clone of the repository)"
+    )
     devices = commands.add_parser("devices", help="list what TensorFlow can train on")
     devices.set_defaults(command="devices", parser=devices)
     return parser
 
 
 def _add_train(add_parser: Callable[..., Parser]) -> None:
-    about = "Trains a small language model (a transformer) on text, byte by byte. A part of the text is\n"
-    about += "held out, and the model is evaluated on it. Writes a run folder: config.json, metrics.csv,\n"
+    about = (
+        "Trains a small language model (a transformer) on text, byte by byte. A part of the text "
+        "is\n"
+    )
+    about += (
+        "held out, and the model is evaluated on it. Writes a run folder: config.json, "
+        "metrics.csv,\n"
+    )
     about += "curve.png, model.keras and checkpoints."
-    train = add_parser("train", help="train a small language model on text", description=about, epilog=EPILOG)
+    train = add_parser(
+        "train", help="train a small language model on text", description=about, epilog=EPILOG
+    )
     add = train.add_argument
     text = "the text; by default the source code of Python's standard library"
     add("paths", nargs="*", metavar="FILE or FOLDER", help=text)
@@ -135,31 +163,55 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
     optimizer = "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one "
     optimizer += "of tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
     add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
-    rate = "highest learning rate: it rises to this first, then falls to a 50th along a cosine (%(default)s)"
+    rate = (
+        "highest learning rate: it rises to this first, then falls to a 50th along a cosine "
+        "(%(default)s)"
+    )
     positive = _number(float, 2.0**-126, 2.0**127, "positive number, such as 0.004")
     add("--lr", type=positive, default=0.004, metavar="RATE", help=rate)
     seed = "random seed of weights and data (%(default)s)"
     add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help=seed)
-    out = "folder to write the run to, new or empty (by default runs/PRESET-OPTIMIZER-seedN, a new one)"
+    out = (
+        "folder to write the run to, new or empty (by default runs/PRESET-OPTIMIZER-seedN, a new "
+        "one)"
+    )
     add("--out", metavar="FOLDER", help=out)
     every = "updates from one checkpoint to the next (%(default)s)"
     add("--checkpoint-every", type=_whole(1, MOST_STEPS), default=50, metavar="N", help=every)
-    resume = "continue the run in FOLDER from its last checkpoint, with its options; with --steps N it is extended to "
+    resume = (
+        "continue the run in FOLDER from its last checkpoint, with its options; with --steps N "
+        "it is extended to "
+    )
     resume += "N updates, at the learning rate with which the run's own steps end"
     add("--resume", metavar="FOLDER", help=resume)
-    cache = "neither load nor keep compiled programs ($FASTACCUM_COMPILE_CACHE, or ~/.cache/fastaccum)"
+    cache = (
+        "neither load nor keep compiled programs ($FASTACCUM_COMPILE_CACHE, or ~/.cache/fastaccum)"
+    )
     add("--no-compile-cache", dest="compile_cache", action="store_false", help=cache)
     train.set_defaults(command="train", parser=train)
 
 
 def _add_generate(add_parser: Callable[..., Parser]) -> None:
-    about = "Prints a text and how the model that `fastaccum train` saved in a run folder continues it."
-    generate = add_parser("generate", help="continue a text with the model of a run", description=about)
+    about = (
+        "Prints a text and how the model that `fastaccum train` saved in a run folder continues it."
+    )
+    generate = add_parser(
+        "generate", help="continue a text with the model of a run", description=about
+    )
     add = generate.add_argument
     add("run", metavar="RUN", help="a run folder, with the model.keras of a run that ended")
     add("--prompt", default="\n", metavar="TEXT", help="the text to continue (a line break)")
-    add("--length", type=_whole(1, MOST), default=400, metavar="N", help="bytes to generate (%(default)s)")
-    freely = "how freely to choose: 0 for always the likeliest byte, 1 for as likely as the model says (%(default)s)"
+    add(
+        "--length",
+        type=_whole(1, MOST),
+        default=400,
+        metavar="N",
+        help="bytes to generate (%(default)s)",
+    )
+    freely = (
+        "how freely to choose: 0 for always the likeliest byte, 1 for as likely as the model "
+        "says (%(default)s)"
+    )
     temperature = _number(float, 0.0, 1000.0, "number from 0 to 1000, such as 0.8")
     add("--temperature", type=temperature, default=TEMPERATURE, metavar="T", help=freely)
     seed = "random seed of the choices (%(default)s)"
@@ -171,7 +223,9 @@ def _whole(minimum: int, maximum: int) -> Callable[[str], int]:
     return _number(int, minimum, maximum, f"whole number from {minimum} to {maximum}")
 
 
-def _number(kind: Callable[[str], Number], least: Number, most: Number, what: str) -> Callable[[str], Number]:
+def _number(
+    kind: Callable[[str], Number], least: Number, most: Number, what: str
+) -> Callable[[str], Number]:
     def parse(value: str) -> Number:
         with contextlib.suppress(ValueError):
             if least <= (number := kind(value)) <= most:
@@ -182,9 +236,16 @@ def _number(kind: Callable[[str], Number], least: Number, most: Number, what: st
 
 
 def list_devices() -> list[tuple[str, str]]:
-    """Lists `(kind, name)` of each device, GPUs first: `("GPU", "NVIDIA H200")`, `("CPU", "2 cores")`."""
+    """Lists `(kind, name)` of each device, GPUs first: `("GPU", "NVIDIA H200")`, `("CPU", "2
+    cores")`.
+    """
     import tensorflow as tf
 
-    gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.list_physical_devices("GPU")]
+    gpus = [
+        tf.config.experimental.get_device_details(gpu)
+        for gpu in tf.config.list_physical_devices("GPU")
+    ]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return [("GPU", gpu.get("device_name", "unnamed")) for gpu in gpus] + [("CPU", f"{cores} cores")]
+    return [("GPU", gpu.get("device_name", "unnamed")) for gpu in gpus] + [
+        ("CPU", f"{cores} cores")
+    ]

@@ -1,4 +1,6 @@
-"""Runs of `fastaccum train`, from the options or from the folder in which a run began, and that folder."""
+"""Runs of `fastaccum train`, from the options or from the folder in which a run began, and that
+folder.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,17 @@ CHECKPOINTS = "checkpoints"
 ROWS = 100  # of metrics.csv, about
 EVALUATIONS = 10
 # What `--resume` takes from config.json.
-OPTIONS = ("steps", "batch_size", "accum", "precision", "preset", "optimizer", "lr", "seed", "checkpoint_every")
+OPTIONS = (
+    "steps",
+    "batch_size",
+    "accum",
+    "precision",
+    "preset",
+    "optimizer",
+    "lr",
+    "seed",
+    "checkpoint_every",
+)
 EXTENDED = "extended_to_steps"  # in config.json, of a run that `--resume RUN --steps N` made longer
 LOWEST_RATE = 0.02  # where the learning rate's schedule ends, as a part of the highest rate
 
@@ -49,32 +61,42 @@ NOTHING_DONE = Done(rows=0, steps=0)
 
 
 class Run:
-    """The text, model and trainer of a run, made from the options; checkpoints carry its `identity`.
+    """The text, model and trainer of a run, made from the options; checkpoints carry its
+    `identity`.
 
-    Args:
-        options: the options that the run began with. Its schedule of the learning rate is that of `options.steps`.
-        steps: train steps in all, of a run that was extended; by default `options.steps`.
-        done: what a run that is resumed has behind it.
+    Args: options: the options that the run began with. Its schedule of the learning rate is that of
+        `options.steps`. steps: train steps in all, of a run that was extended; by default
+        `options.steps`. done: what a run that is resumed has behind it.
     """
 
-    def __init__(self, options: argparse.Namespace, steps: int | None = None, done: Done = NOTHING_DONE):
+    def __init__(
+        self, options: argparse.Namespace, steps: int | None = None, done: Done = NOTHING_DONE
+    ):
         self.options = options
         self.steps: int = options.steps if steps is None else steps
         keras.utils.set_random_seed(options.seed)
-        self.name = f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
+        self.name = (
+            f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
+        )
         kind, device_name = list_devices()[0]
         if options.precision == "auto":
             options.precision = "mixed_float16" if kind == "GPU" else "float32"
         self.steps_per_row = math.ceil(options.steps / ROWS)
-        # The last row before an extension may be shorter than the others, so those to come are counted from there.
+        # The last row before an extension may be shorter than the others, so those to come are
+        # counted from there.
         self.rows = done.rows + math.ceil((self.steps - done.steps) / self.steps_per_row)
-        self.evaluated_rows = {*range(0, self.rows, math.ceil(self.rows / EVALUATIONS)), self.rows} - {0}
+        self.evaluated_rows = {
+            *range(0, self.rows, math.ceil(self.rows / EVALUATIONS)),
+            self.rows,
+        } - {0}
         self.context: int = PRESETS[options.preset]["context"]
         if 8 * options.batch_size * options.accum * self.context > device.available("CPU:0").free:
             raise MemoryError  # for a step's ids and labels alone
         self.text = text.read_text(options.paths)
         windows = MOST_STEPS * MOST  # more than any run takes
-        self.windows = text.RandomWindows(self.text.train, self.context, options.batch_size, windows, options.seed)
+        self.windows = text.RandomWindows(
+            self.text.train, self.context, options.batch_size, windows, options.seed
+        )
         self.held_out = text.spread_windows(self.text.held_out, self.context, HELD_OUT_WINDOWS)
         if options.compile_cache and (cache := compile_cache.user_folder()) is not None:
             try:
@@ -84,27 +106,51 @@ class Run:
         self.model = gpt(BYTES, preset=options.preset, dtype=options.precision)
         optimizer = make_optimizer(options.optimizer, make_schedule(options.lr, options.steps))
         self.trainer = Trainer(
-            self.model, optimizer, LinearCrossEntropy(), gradient_accumulation_steps=options.accum, clip_norm=1.0
+            self.model,
+            optimizer,
+            LinearCrossEntropy(),
+            gradient_accumulation_steps=options.accum,
+            clip_norm=1.0,
         )
-        self.identity = {name: getattr(options, name) for name in OPTIONS} | {"text_sha256": self.text.sha256}
+        self.identity = {name: getattr(options, name) for name in OPTIONS} | {
+            "text_sha256": self.text.sha256
+        }
         # Absolute: the run may be resumed from another working directory.
-        self.config = {**self.identity, "paths": [str(Path(path).resolve()) for path in options.paths]}
+        self.config = {
+            **self.identity,
+            "paths": [str(Path(path).resolve()) for path in options.paths],
+        }
         if self.steps > options.steps:
             self.config[EXTENDED] = self.steps
         say("device", f"{kind} {device_name}, {options.precision}")
         source = ", ".join(options.paths) or "Python's standard library"
-        say("text", f"{source}: {len(self.text.train):,} bytes to train on, {len(self.text.held_out):,} held out")
+        say(
+            "text",
+            f"{source}: {len(self.text.train):,} bytes to train on, {len(self.text.held_out):,} "
+            "held out",
+        )
         say("model", f"{options.preset}: {self.model.count_params():,} parameters")
         batch = f"micro-batch {options.batch_size} x accumulation {options.accum} = global batch"
-        say("batch", f"{batch} {options.batch_size * options.accum:,} windows of {self.context:,} bytes")
-        say("training", f"{self.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}")
+        say(
+            "batch",
+            f"{batch} {options.batch_size * options.accum:,} windows of {self.context:,} bytes",
+        )
+        say(
+            "training",
+            f"{self.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}",
+        )
         if self.steps > options.steps:
             lowest = f"{LOWEST_RATE * options.lr:g}"
-            say("", f"which falls to {lowest} over the first {options.steps:,} steps, and then stays there")
+            say(
+                "",
+                f"which falls to {lowest} over the first {options.steps:,} steps, and then stays "
+                "there",
+            )
 
 
 def resume(options: argparse.Namespace) -> Run:
-    """Makes the `Run` that continues in the folder `options.resume`, to `--steps` in all where these are given.
+    """Makes the `Run` that continues in the folder `options.resume`, to `--steps` in all where
+    these are given.
 
     Raises:
         ValueError: raised if the run cannot continue as it began.
@@ -115,7 +161,8 @@ def resume(options: argparse.Namespace) -> Run:
         extra.append("FILE or FOLDER")
     if extra:
         raise ValueError(
-            f"--resume {options.resume}: a run keeps its options, all but --steps; leave out {', '.join(extra)}"
+            f"--resume {options.resume}: a run keeps its options, all but --steps; leave out "
+            f"{', '.join(extra)}"
         )
     asked = options.steps if "--steps" in options.given else None
     file = Path(options.resume, CONFIG_FILE)
@@ -128,34 +175,43 @@ def resume(options: argparse.Namespace) -> Run:
         steps = _steps_of(config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadArgument) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{str(file)!r} is not what this version writes for a run: {reason}") from error
+        raise ValueError(
+            f"{str(file)!r} is not what this version writes for a run: {reason}"
+        ) from error
     if asked is not None:
         if asked < steps:
             raise ValueError(
-                f"--steps {asked}: the run in {options.resume} is one of {steps}: leave --steps out, or give more"
+                f"--steps {asked}: the run in {options.resume} is one of {steps}: leave --steps "
+                "out, or give more"
             )
         steps = asked
     run = Run(parsed, steps, _done_in(Path(options.resume, CHECKPOINTS)))
     if run.text.sha256 != began_with:
         raise ValueError(
-            f"--resume {options.resume}: the text has changed since the run began: its text_sha256 was "
-            f"{began_with:.12}, is {run.text.sha256:.12}; put it back, or begin a new run"
+            f"--resume {options.resume}: the text has changed since the run began: its "
+            f"text_sha256 was {began_with:.12}, is {run.text.sha256:.12}; put it back, or begin "
+            "a new run"
         )
     return run
 
 
 def _steps_of(config: Mapping[str, Any]) -> int:
-    """Returns the steps of a run in all, as its config.json has them; ValueError if they are none that a run has."""
+    """Returns the steps of a run in all, as its config.json has them; ValueError if they are none
+    that a run has.
+    """
     steps = config.get(EXTENDED, config["steps"])
     if type(steps) is not int or not config["steps"] <= steps <= MOST_STEPS:
-        raise ValueError(f"{EXTENDED}={steps!r} must be a whole number from {config['steps']} to {MOST_STEPS}")
+        raise ValueError(
+            f"{EXTENDED}={steps!r} must be a whole number from {config['steps']} to {MOST_STEPS}"
+        )
     return steps
 
 
 def _done_in(checkpoints: Path) -> Done:
     """Reads off the last checkpoint what `fit` will continue from."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of checkpoints that are passed over: `fit` warns again
+        # of checkpoints that are passed over: `fit` warns again
+        warnings.simplefilter("ignore", RuntimeWarning)
         found = store.latest(checkpoints)
     if found is None:
         return NOTHING_DONE
@@ -164,7 +220,8 @@ def _done_in(checkpoints: Path) -> Done:
 
 
 def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
-    """Makes the folder of a new run, with config.json: `out`, or the first of default, default-2, ... not there.
+    """Makes the folder of a new run, with config.json: `out`, or the first of default, default-2,
+    ... not there.
 
     An OSError or ValueError is raised if `out` has files in it, or a run cannot be in it.
     """
@@ -180,15 +237,20 @@ def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
                 raise  # of a file, or of a folder above it
             path = Path(f"{default}-{number}")
     if os.listdir(path):
-        raise FileExistsError(f"{str(path)!r} has files in it, which are not overwritten: name a new folder")
-    with open(path / CONFIG_FILE, "x", encoding="utf-8") as file:  # of two runs that begin at once, one has it
+        raise FileExistsError(
+            f"{str(path)!r} has files in it, which are not overwritten: name a new folder"
+        )
+    # of two runs that begin at once, one has it
+    with open(path / CONFIG_FILE, "x", encoding="utf-8") as file:
         json.dump(config, file, indent=2)
     store.flush(path / CONFIG_FILE)
     return path
 
 
 def record_extension(run: Run, folder: Path) -> None:
-    """Writes into config.json to how many steps a run was extended, so that it is resumed to its new end."""
+    """Writes into config.json to how many steps a run was extended, so that it is resumed to its
+    new end.
+    """
     if EXTENDED in run.config:
         with replacing(folder / CONFIG_FILE) as file:
             file.write_text(json.dumps(run.config, indent=2), encoding="utf-8")
@@ -196,7 +258,9 @@ def record_extension(run: Run, folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yields a path to write to; after the block, what is there atomically replaces `file`. An OSError names `file`."""
+    """Yields a path to write to; after the block, what is there atomically replaces `file`. An
+    OSError names `file`.
+    """
     partial = file.with_name(f".partial-{file.name}")
     try:
         partial.unlink(missing_ok=True)  # of a process that was killed
@@ -208,7 +272,8 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def make_schedule(highest: float, steps: int) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Makes a schedule: a twentieth of the steps up from 0 to `highest`, then down along a cosine to a 50th of it.
+    """Makes a schedule: a twentieth of the steps up from 0 to `highest`, then down along a cosine
+    to a 50th of it.
 
     After these steps the rate stays where it is.
     """
@@ -218,26 +283,37 @@ def make_schedule(highest: float, steps: int) -> keras.optimizers.schedules.Lear
     )
 
 
-def make_optimizer(name: str, rate: keras.optimizers.schedules.LearningRateSchedule) -> keras.optimizers.Optimizer:
-    """Makes the Keras optimizer called `name` in any case, or tensorflow-addons's for `tfa:NAME`, with this rate."""
+def make_optimizer(
+    name: str, rate: keras.optimizers.schedules.LearningRateSchedule
+) -> keras.optimizers.Optimizer:
+    """Makes the Keras optimizer called `name` in any case, or tensorflow-addons's for `tfa:NAME`,
+    with this rate.
+    """
     prefix, _, addon = name.partition(":")
     if prefix.lower() == "tfa" and addon:
         from fastaccum import addons
 
-        classes = {key.lower(): value for key, value in vars(addons.optimizers).items() if inspect.isclass(value)}
+        classes = {
+            key.lower(): value
+            for key, value in vars(addons.optimizers).items()
+            if inspect.isclass(value)
+        }
         if addon.lower() not in classes:
             raise ValueError(f"--optimizer {name!r} is unknown: tensorflow-addons has no {addon}")
         kind = classes[addon.lower()]
     else:
         kind = type(optimizers.get(name).optimizer)
-    # The decoupled weight decay that tensorflow-addons's AdamW and SGDW ask for is that of Keras's AdamW.
+    # The decoupled weight decay that tensorflow-addons's AdamW and SGDW ask for is that of Keras's
+    # AdamW.
     values = {"learning_rate": rate, "weight_decay": 0.004}
     parameters = inspect.signature(kind).parameters.values()
     taken = [p.name for p in parameters if p.name == "learning_rate" or p.default is p.empty]
     try:
         return kind(**{name: value for name, value in values.items() if name in taken})
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"--optimizer {name!r} cannot be made from a learning rate alone: {error}") from error
+        raise ValueError(
+            f"--optimizer {name!r} cannot be made from a learning rate alone: {error}"
+        ) from error
 
 
 def say(topic: str, message: str) -> None:

@@ -32,34 +32,51 @@ class Text(NamedTuple):
 
 
 def standard_library() -> list[Path]:
-    """Lists the source files of the running Python, without tests: real text that every machine has."""
+    """Lists the source files of the running Python, without tests: real text that every machine
+    has.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return sorted(path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts))
+    return sorted(
+        path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)
+    )
 
 
 def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
-    """Reads files and folders, or else `standard_library()`, as bytes, and holds a part out as `split` does.
+    """Reads files and folders, or else `standard_library()`, as bytes, and holds a part out as
+    `split` does.
 
-    Folders are read in sorted order, without hidden files, folders of runs and files with a NUL byte.
+    Folders are read in sorted order, without hidden files, folders of runs and files with a NUL
+    byte.
     """
-    files = {} if paths else dict.fromkeys(standard_library(), False)  # resolved: one read twice could be in both parts
+    # resolved: one read twice could be in both parts
+    files = {} if paths else dict.fromkeys(standard_library(), False)
     for name in paths:
         path = Path(name)
         if not (name and (path.is_file() or path.is_dir())):  # a pipe could not be read again
-            raise ValueError(f"{str(name)!r} is no file and no folder: give a text file, or a folder of them.")
+            raise ValueError(
+                f"{str(name)!r} is no file and no folder: give a text file, or a folder of them."
+            )
         for file in _files_below(path) if path.is_dir() else [path]:
             files.setdefault(file.resolve(), file is path)
-    contents = [content for file, named in files.items() if b"\0" not in (content := file.read_bytes()) or named]
+    contents = [
+        content
+        for file, named in files.items()
+        if b"\0" not in (content := file.read_bytes()) or named
+    ]
     if not any(contents):
         where = ", ".join(repr(str(path)) for path in paths)
-        raise ValueError(f"no text in {where}: give a file or a folder that holds some, other than those of a run.")
+        raise ValueError(
+            f"no text in {where}: give a file or a folder that holds some, other than those of a "
+            "run."
+        )
     return Text(*split(contents))
 
 
 def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Splits contents of files into `(train, held_out)`, uint8 arrays, always in the same way."""
-    # Every 20th file is held out whole; where those hold less than 1% of all bytes, the last 20th of the joined text.
+    # Every 20th file is held out whole; where those hold less than 1% of all bytes, the last 20th
+    # of the joined text.
     held_out = contents[HELD_OUT_EVERY // 2 - 1 :: HELD_OUT_EVERY]
     total = sum(map(len, contents))
     if sum(map(len, held_out)) * 100 < total or len(contents) < HELD_OUT_EVERY:
@@ -70,7 +87,9 @@ def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class RandomWindows(keras.utils.PyDataset):
-    """Micro-batches of windows, and these one byte later: int32 `[batch_size, context]`, by `seed` and number alone."""
+    """Micro-batches of windows, and these one byte later: int32 `[batch_size, context]`, by `seed`
+    and number alone.
+    """
 
     def __init__(self, ids: np.ndarray, context: int, batch_size: int, batches: int, seed: int):
         super().__init__()
@@ -82,21 +101,32 @@ class RandomWindows(keras.utils.PyDataset):
         return self.batches
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        starts = np.random.default_rng((self.seed, index)).integers(0, len(self.ids) - self.context, self.batch_size)
+        starts = np.random.default_rng((self.seed, index)).integers(
+            0, len(self.ids) - self.context, self.batch_size
+        )
         return _windows_at(self.ids, starts, self.context)
 
 
 def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Takes up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32 `[windows, context]`."""
+    """Takes up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32
+    `[windows, context]`.
+    """
     _check_length(ids, context, "held-out text")
     windows = min(most, (len(ids) - 1) // context)
     return _windows_at(ids, np.linspace(0, len(ids) - 1 - context, windows).astype(int), context)
 
 
 def generate(
-    model: keras.Model, prompt: bytes, length: int, context: int, *, temperature: float = TEMPERATURE, seed: int = 0
+    model: keras.Model,
+    prompt: bytes,
+    length: int,
+    context: int,
+    *,
+    temperature: float = TEMPERATURE,
+    seed: int = 0,
 ) -> bytes:
-    """Draws `length` bytes after `prompt` from `softmax(logits / temperature)`, the likeliest ones at 0.
+    """Draws `length` bytes after `prompt` from `softmax(logits / temperature)`, the likeliest ones
+    at 0.
 
     Raises:
         ValueError: raised if the model's logits are not finite.
@@ -116,7 +146,10 @@ def generate(
         padded_BT[0, : len(seen)] = seen
         scores = logits_at(padded_BT, np.int32(len(seen) - 1)).numpy().astype(np.float64)
         if not np.isfinite(scores).all():
-            raise ValueError("the model's logits are not finite: its training has diverged, and a lower --lr may help")
+            raise ValueError(
+                "the model's logits are not finite: its training has diverged, and a lower --lr "
+                "may help"
+            )
         if temperature == 0:
             ids.append(int(scores.argmax()))
             continue
@@ -126,8 +159,12 @@ def generate(
 
 
 def printable(data: bytes) -> str:
-    """Decodes bytes to text that is safe to print: what is not UTF-8 or not printable becomes U+FFFD."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in data.decode("utf-8", "replace"))
+    """Decodes bytes to text that is safe to print: what is not UTF-8 or not printable becomes
+    U+FFFD.
+    """
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\ufffd" for c in data.decode("utf-8", "replace")
+    )
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -148,8 +185,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def _check_length(ids: np.ndarray, context: int, what: str) -> None:
     if len(ids) < context + 1:
         raise ValueError(
-            f"the {what} has {len(ids)} bytes, but a window takes {context + 1} (context={context}): give more text, "
-            f"of which one {HELD_OUT_EVERY}th is held out."
+            f"the {what} has {len(ids)} bytes, but a window takes {context + 1} "
+            f"(context={context}): give more text, of which one {HELD_OUT_EVERY}th is held out."
         )
 
 

@@ -1,4 +1,6 @@
-"""`fastaccum train`: a byte-level transformer on text, from files to a run folder, and on from there."""
+"""`fastaccum train`: a byte-level transformer on text, from files to a run folder, and on from
+there.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,32 @@ import tensorflow as tf
 from fastaccum.app import text
 from fastaccum.app.options import MODEL_FILE, BadArgument
 from fastaccum.app.run import CHECKPOINTS, Run, begin, record_extension, replacing, resume, say
-from fastaccum.checkpoint.errors import CheckpointWriteError, CorruptCheckpointError, IncompatibleCheckpointError
+from fastaccum.checkpoint.errors import (
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from fastaccum.checkpoint.lock import FolderInUseError
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.state import differences
 from fastaccum.step.guards import NonFiniteError
 
-COLUMNS = ("step", "bits_per_byte", "held_out_bits_per_byte", "loss_scale", "grad_norm", "skipped_steps")
+COLUMNS = (
+    "step",
+    "bits_per_byte",
+    "held_out_bits_per_byte",
+    "loss_scale",
+    "grad_norm",
+    "skipped_steps",
+)
 SAMPLE_BYTES = 400
 INTERRUPTED = "ending after this step, to save what was learned; Ctrl-C again to abort"
 
 
 def train(options: argparse.Namespace) -> int:
-    """Trains as the parsed `options` say, and returns the exit code; BadArgument comes before a weight moves."""
+    """Trains as the parsed `options` say, and returns the exit code; BadArgument comes before a
+    weight moves.
+    """
     folder: Path | None = None
     try:
         try:
@@ -42,12 +57,17 @@ def train(options: argparse.Namespace) -> int:
     except (IncompatibleCheckpointError, CorruptCheckpointError, FolderInUseError) as error:
         raise BadArgument(f"fastaccum train: error: {error}") from error
     except (MemoryError, tf.errors.ResourceExhaustedError) as error:
-        smaller = "halve --batch-size and double --accum, which makes the same updates in less memory"
+        smaller = (
+            "halve --batch-size and double --accum, which makes the same updates in less memory"
+        )
         print(f"out of memory: {smaller}\n{error}".rstrip(), file=sys.stderr)
     except (NonFiniteError, CheckpointWriteError, OSError) as error:
         if folder is None:  # the output has no reader
             raise
-        print(f"{error}\nto resume: fastaccum train --resume {shlex.quote(str(folder))}", file=sys.stderr)
+        print(
+            f"{error}\nto resume: fastaccum train --resume {shlex.quote(str(folder))}",
+            file=sys.stderr,
+        )
     return 1
 
 
@@ -96,10 +116,16 @@ def _train(run: Run, folder: Path) -> int:
 def _finish(run: Run, folder: Path, recorder: Recorder) -> None:
     """Saves the model, draws the curve, and prints the result and a sample."""
     rows = recorder.rows()
-    held_out = rows[-1].get("held_out_bits_per_byte") if rows and rows[-1]["step"] == recorder.steps else None
+    held_out = (
+        rows[-1].get("held_out_bits_per_byte")
+        if rows and rows[-1]["step"] == recorder.steps
+        else None
+    )
     if held_out is None:
         x, y = run.held_out
-        logs: Any = run.trainer.evaluate(x, y, batch_size=run.options.batch_size, return_dict=True, verbose=0)
+        logs: Any = run.trainer.evaluate(
+            x, y, batch_size=run.options.batch_size, return_dict=True, verbose=0
+        )
         held_out = logs["loss"] / math.log(2)
     with replacing(folder / MODEL_FILE) as path:
         run.model.save(path)
@@ -107,33 +133,43 @@ def _finish(run: Run, folder: Path, recorder: Recorder) -> None:
     say("held out", f"{held_out:.3f} bits per byte after {recorder.steps:,} steps")
     if recorder.seconds:
         speed = recorder.windows * run.context / recorder.seconds
-        say("speed", f"{speed:,.0f} tokens (bytes) a second, without the time to compile and evaluate")
+        say(
+            "speed",
+            f"{speed:,.0f} tokens (bytes) a second, without the time to compile and evaluate",
+        )
     say("saved", f"{folder}: config.json, metrics.csv, curve.png (with matplotlib), model.keras")
     if not math.isfinite(held_out):
         say("", f"the loss is not finite: a lower --lr than {run.options.lr:g} may help")
         return
     prompt = bytes(run.text.held_out[: run.context // 2])
-    continuation = text.generate(run.model, prompt, SAMPLE_BYTES, run.context, seed=run.options.seed)
+    continuation = text.generate(
+        run.model, prompt, SAMPLE_BYTES, run.context, seed=run.options.seed
+    )
     say("sample", f"continues the first {len(prompt)} bytes held out")
     print(text.printable(prompt) + "│" + text.printable(continuation))
     say("generate", f"fastaccum generate {shlex.quote(str(folder))} --prompt TEXT")
 
 
 class Recorder(keras.callbacks.Callback):
-    """Ends a run after its last step, or when asked to, and writes metrics.csv, with a row for each epoch of `fit`."""
+    """Ends a run after its last step, or when asked to, and writes metrics.csv, with a row for each
+    epoch of `fit`.
+    """
 
     def __init__(self, run: Run, folder: Path, interrupt: EndRequest):
         super().__init__()
         self.run, self.folder, self.interrupt = run, folder, interrupt
         self.steps = 0
-        # Of each row of metrics.csv that is complete: the steps that were done by then, and if it was evaluated.
+        # Of each row of metrics.csv that is complete: the steps that were done by then, and if it
+        # was evaluated.
         self.row_ends: list[int] = []
         self.row_evaluated: list[bool] = []
         self.windows = 0  # of text, trained on by this process in `seconds`
         self.seconds = 0.0
 
     def get_state(self) -> dict[str, object]:
-        """Returns what a checkpoint is to hold: the steps and rows that are done, and of which run."""
+        """Returns what a checkpoint is to hold: the steps and rows that are done, and of which
+        run.
+        """
         rows = {"row_ends": [*self.row_ends], "row_evaluated": [*self.row_evaluated]}
         return {"steps": self.steps, "run": self.run.identity, **rows}
 
@@ -142,7 +178,10 @@ class Recorder(keras.callbacks.Callback):
         if different := differences(state["run"], self.run.identity):
             raise ValueError(f"another run wrote the checkpoint: {'; '.join(different)}")
         if "row_ends" not in state:
-            raise ValueError("an earlier version of fastaccum wrote the checkpoint: end the run with that version")
+            raise ValueError(
+                "an earlier version of fastaccum wrote the checkpoint: end the run with that "
+                "version"
+            )
         self.steps = state["steps"]
         self.row_ends = [*state["row_ends"]]
         self.row_evaluated = [*state["row_evaluated"]]
@@ -160,7 +199,8 @@ class Recorder(keras.callbacks.Callback):
         if speed is not None:
             self.windows += speed.rows
             self.seconds += speed.seconds
-        # The last row ends `fit`, be it a short one. A checkpoint of a fit that was stopped could not be extended.
+        # The last row ends `fit`, be it a short one. A checkpoint of a fit that was stopped could
+        # not be extended.
         self.model.stop_training = False
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, float] | None = None) -> None:
@@ -171,15 +211,24 @@ class Recorder(keras.callbacks.Callback):
             EndRequest.entered[signal.SIGTERM].requested = True  # by which `fit` saves and ends
 
     def rows(self) -> list[dict[str, float]]:
-        """Returns the rows of metrics.csv; one without an evaluation lacks "held_out_bits_per_byte"."""
+        """Returns the rows of metrics.csv; one without an evaluation lacks
+        "held_out_bits_per_byte".
+        """
         log = self.model.history.history
         held_out = iter(log.get("val_loss", ()))
         losses, scales, norms = (log.get(name, ()) for name in ("loss", "loss_scale", "grad_norm"))
         skipped_so_far = itertools.accumulate(log.get("skipped_steps", ()))
-        columns = zip(self.row_ends, self.row_evaluated, losses, scales, norms, skipped_so_far, strict=True)
+        columns = zip(
+            self.row_ends, self.row_evaluated, losses, scales, norms, skipped_so_far, strict=True
+        )
         rows = []
         for step, evaluated, loss, scale, norm, skipped in columns:
-            row = {"step": step, "bits_per_byte": loss / math.log(2), "loss_scale": scale, "grad_norm": norm}
+            row = {
+                "step": step,
+                "bits_per_byte": loss / math.log(2),
+                "loss_scale": scale,
+                "grad_norm": norm,
+            }
             if evaluated:
                 row["held_out_bits_per_byte"] = next(held_out) / math.log(2)
             rows.append({**row, "skipped_steps": skipped})
@@ -187,7 +236,10 @@ class Recorder(keras.callbacks.Callback):
 
     def write(self) -> None:
         """Writes metrics.csv."""
-        with replacing(self.folder / "metrics.csv") as path, open(path, "w", newline="", encoding="utf-8") as file:
+        with (
+            replacing(self.folder / "metrics.csv") as path,
+            open(path, "w", newline="", encoding="utf-8") as file,
+        ):
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(self.rows())
@@ -200,9 +252,19 @@ class Recorder(keras.callbacks.Callback):
             return
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
-        for column, label, style in (("bits_per_byte", "training", "-"), ("held_out_bits_per_byte", "held out", "o-")):
+        for column, label, style in (
+            ("bits_per_byte", "training", "-"),
+            ("held_out_bits_per_byte", "held out", "o-"),
+        ):
             points = [(row["step"], row[column]) for row in self.rows() if column in row]
-            axes.plot([x for x, _ in points], [y for _, y in points], style, label=label, linewidth=1.2, markersize=4)
+            axes.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                style,
+                label=label,
+                linewidth=1.2,
+                markersize=4,
+            )
         title = f"{self.run.name}: bits per byte of text over training steps"
         axes.set(xlabel="step", ylabel="bits per byte", title=title)
         axes.grid(alpha=0.3)

@@ -18,7 +18,8 @@ from fastaccum.checkpoint.state import Json, plain
 from fastaccum.kernels import private
 from fastaccum.lines import warn
 
-# The attributes that Keras's own callbacks count with. Others of its callbacks hold nothing that outlives a step.
+# The attributes that Keras's own callbacks count with. Others of its callbacks hold nothing that
+# outlives a step.
 COUNTERS = {
     "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
     "ModelCheckpoint": ("best", *private.MODEL_CHECKPOINT_COUNTERS),
@@ -29,7 +30,9 @@ COUNTERS = {
 
 
 def _stateful(callbacks: Callbacks) -> Iterator[tuple[str, str | None, keras.callbacks.Callback]]:
-    """Yields the callbacks whose state is saved, by names that differ; the Keras class is None where `get_state` is."""
+    """Yields the callbacks whose state is saved, by names that differ; the Keras class is None
+    where `get_state` is.
+    """
     counts = collections.Counter[str]()
     for callback in callbacks.list.callbacks:
         kind = None if hasattr(callback, "get_state") else _kind(callback)
@@ -45,7 +48,9 @@ def _kind(callback: keras.callbacks.Callback) -> str:
 
 
 def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]:
-    """Returns each callback's plain values and Keras class, by name, and the arrays of all callbacks."""
+    """Returns each callback's plain values and Keras class, by name, and the arrays of all
+    callbacks.
+    """
     values: dict[str, Json] = {}
     arrays: dict[str, np.ndarray] = {}
     for name, kind, callback in _stateful(callbacks):
@@ -58,7 +63,9 @@ def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]
             value = getattr(callback, attribute, None)
             if isinstance(value, list):  # weights
                 own[attribute] = {"arrays": len(value)}
-                arrays.update({f"{name}/{attribute}/{i}": np.array(each) for i, each in enumerate(value)})
+                arrays.update(
+                    {f"{name}/{attribute}/{i}": np.array(each) for i, each in enumerate(value)}
+                )
             else:
                 own[attribute] = plain(value)
     return values, arrays
@@ -66,7 +73,11 @@ def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]
 
 def own(callbacks: Callbacks) -> dict[str, Json]:
     """Returns what the callbacks' own `get_state` methods return, by name."""
-    return {name: _get_state(name, callback) for name, kind, callback in _stateful(callbacks) if kind is None}
+    return {
+        name: _get_state(name, callback)
+        for name, kind, callback in _stateful(callbacks)
+        if kind is None
+    }
 
 
 def restore_own(callbacks: Callbacks, states: dict[str, Json]) -> None:
@@ -85,29 +96,38 @@ def _get_state(name: str, callback: keras.callbacks.Callback) -> Json:
     except (TypeError, ValueError):
         is_json = False
     if not is_json:
-        raise TypeError(f"{name}.get_state() returned {given!r}, which is not a dict that JSON gives back.")
+        raise TypeError(
+            f"{name}.get_state() returned {given!r}, which is not a dict that JSON gives back."
+        )
     return copied
 
 
 def restore(callbacks: Callbacks, values: dict[str, Json], arrays: dict[str, tf.Tensor]) -> None:
-    """Puts back what `state` returned; raises IncompatibleCheckpointError if a callback does not take its state."""
+    """Puts back what `state` returned; raises IncompatibleCheckpointError if a callback does not
+    take its state.
+    """
     for name, kind, callback in _stateful(callbacks):
         saved = values.get(name)
         if saved is None or saved["kind"] != kind:
-            warn(f"the callback {name} has no state in the checkpoint: it starts afresh.", UserWarning)
+            warn(
+                f"the callback {name} has no state in the checkpoint: it starts afresh.",
+                UserWarning,
+            )
         elif kind is None:
             try:
                 callback.set_state(saved["state"])
             except Exception as error:
                 raise IncompatibleCheckpointError(
-                    f"{name}.set_state raised {type(error).__name__}: {error}. No variable was changed. It was given "
-                    f"{reprlib.repr(saved['state'])}, as the checkpoint has it: make set_state take that, or leave the "
-                    "callback out."
+                    f"{name}.set_state raised {type(error).__name__}: {error}. No variable was "
+                    f"changed. It was given {reprlib.repr(saved['state'])}, as the checkpoint "
+                    "has it: make set_state take that, or leave the callback out."
                 ) from error
         else:
             for attribute, value in saved["state"].items():
                 if isinstance(value, dict):
-                    value = [arrays[f"{name}/{attribute}/{i}"].numpy() for i in range(value["arrays"])]
+                    value = [
+                        arrays[f"{name}/{attribute}/{i}"].numpy() for i in range(value["arrays"])
+                    ]
                 setattr(callback, attribute, value)
 
 
@@ -122,8 +142,9 @@ def prepare(callbacks: Callbacks) -> None:
             held = sorted(name for name in vars(callback) if name not in set_by_keras)
             if held:
                 warn(
-                    f"the callback {type(callback).__name__} starts afresh where training is resumed: give it "
-                    f"get_state() and set_state(state) to save what it holds ({', '.join(held)}).",
+                    f"the callback {type(callback).__name__} starts afresh where training is "
+                    "resumed: give it get_state() and set_state(state) to save what it holds "
+                    f"({', '.join(held)}).",
                     UserWarning,
                 )
 
@@ -131,8 +152,10 @@ def prepare(callbacks: Callbacks) -> None:
 def require_one_resume(callbacks: Callbacks) -> None:
     """Raises ValueError if a callback would resume as well."""
     for callback in callbacks.list.callbacks:
-        if "BackupAndRestore" in (base.__name__ for base in type(callback).__mro__ if of_keras(base)):
+        if "BackupAndRestore" in (
+            base.__name__ for base in type(callback).__mro__ if of_keras(base)
+        ):
             raise ValueError(
-                f"callbacks holds a {type(callback).__name__}, which resumes by itself: leave it out with "
-                "checkpoint_dir."
+                f"callbacks holds a {type(callback).__name__}, which resumes by itself: leave it "
+                "out with checkpoint_dir."
             )

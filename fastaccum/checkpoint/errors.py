@@ -17,8 +17,12 @@ class CorruptCheckpointError(_CheckpointError):
 
 
 class IncompatibleCheckpointError(_CheckpointError):
-    """A good checkpoint that this fit cannot go on from: of another training, or in another version's format."""
+    """A good checkpoint that this fit cannot go on from: of another training, or in another
+    version's format.
+    """
 
 
 class CheckpointWriteError(RuntimeError):
-    """A checkpoint could not be written; the message says why, and what became of those before it."""
+    """A checkpoint could not be written; the message says why, and what became of those before
+    it.
+    """

@@ -16,13 +16,16 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class FolderInUseError(RuntimeError):
-    """Error that another process, or something else in this one, works in the folder; the message names both."""
+    """Error that another process, or something else in this one, works in the folder; the message
+    names both.
+    """
 
 
 class FolderLock:
     """Lock of a folder, which nobody else can acquire meanwhile, in this process or another.
 
-    The lock is a flock on a hidden file, which stays in the folder: to remove it would let a third process in beside
+    The lock is a flock on a hidden file, which stays in the folder: to remove it would let a third
+        process in beside
     one that had opened it. A forked child does not hold its parent's lock.
     """
 
@@ -31,7 +34,9 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Acquires the lock unless it is held, and makes the folder; raises FolderInUseError if another has it."""
+        """Acquires the lock unless it is held, and makes the folder; raises FolderInUseError if
+        another has it.
+        """
         if self._descriptor is not None:
             return
         self.path.mkdir(parents=True, exist_ok=True)
@@ -63,17 +68,21 @@ class FolderLock:
         except BlockingIOError as error:
             other = os.pread(descriptor, 300, 0).decode("utf-8", "replace")
             number, _, host = other.partition(" ")
-            who = "by another fit of this process" if other == holder else f"by the process {number} on {host}"
+            who = (
+                "by another fit of this process"
+                if other == holder
+                else f"by the process {number} on {host}"
+            )
             raise FolderInUseError(
-                f"{str(self.path)!r} is in use {who}, and a folder belongs to one process at a time: wait for that "
-                "one or end it, or name another folder."
+                f"{str(self.path)!r} is in use {who}, and a folder belongs to one process at a "
+                "time: wait for that one or end it, or name another folder."
             ) from error
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
             warn(
-                f"the file system of {str(self.path)!r} has no locks ({error.strerror}): whether another process works "
-                "in this folder is not checked."
+                f"the file system of {str(self.path)!r} has no locks ({error.strerror}): whether "
+                "another process works in this folder is not checked."
             )
 
 

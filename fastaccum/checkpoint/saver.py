@@ -33,14 +33,21 @@ from fastaccum.lines import warn
 class Saver:
     """Saves the state of a fit, and resumes it.
 
-    The state is copied between two train steps and written by a thread, one write at a time. While entered, SIGTERM
-    saves and then raises `Preempted`. Of several workers the chief alone writes, and all read: the others go on after
-    SIGTERM for as long as the chief does, which would wait in vain for the one that had left. Where workers have
-    variables that no other has, each writes its own, and SIGTERM to one ends all after the same step.
+    The state is copied between two train steps and written by a thread, one write at a time. While
+    entered, SIGTERM
+    saves and then raises `Preempted`. Of several workers the chief alone writes, and all read: the
+        others go on after
+    SIGTERM for as long as the chief does, which would wait in vain for the one that had left. Where
+    workers have variables that no other has, each writes its own, and SIGTERM to one ends all after
+    the same step.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str] | None, every: int | None, keep: int, resume: Collection[str] | str = ()
+        self,
+        directory: str | os.PathLike[str] | None,
+        every: int | None,
+        keep: int,
+        resume: Collection[str] | str = (),
     ):
         self.keep = checks.whole_number("keep", keep)
         self.every = None if every is None else checks.whole_number("checkpoint_every", every)
@@ -64,23 +71,29 @@ class Saver:
         self._process = os.getpid()
         self._is_chief = True
         self._workers: Any = None
-        self._own: Collection[str] = ()  # names of the tensors that this worker alone has, where each has some
+        # names of the tensors that this worker alone has, where each has some
+        self._own: Collection[str] = ()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "fastaccum-checkpoint")
         self._write: concurrent.futures.Future | None = None
-        self._preemption = EndRequest(signal.SIGTERM, "SIGTERM: ending after this step, to save the training state")
+        self._preemption = EndRequest(
+            signal.SIGTERM, "SIGTERM: ending after this step, to save the training state"
+        )
 
     def __enter__(self) -> Saver:
         if self.directory is not None:
             self._preemption.__enter__()
             if threading.current_thread() is not threading.main_thread():
                 warn(
-                    "fit runs outside the main thread, where SIGTERM is not caught: it may end the process with no "
-                    "other checkpoint than the last one written."
+                    "fit runs outside the main thread, where SIGTERM is not caught: it may end "
+                    "the process with no other checkpoint than the last one written."
                 )
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self.directory is None or os.getpid() != self._process:  # a forked child has no thread that writes
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        # a forked child has no thread that writes
+        if self.directory is None or os.getpid() != self._process:
             return
         self._note_changes()
         try:
@@ -100,10 +113,14 @@ class Saver:
                 self._lock.release()
                 self._preemption.__exit__()
 
-    def resume(self, training: Callable[[], Training], first_epoch: int, epochs: int, verbose: str | int) -> Position:
-        """Returns the position at which the last good checkpoint leaves off; the beginning without one.
+    def resume(
+        self, training: Callable[[], Training], first_epoch: int, epochs: int, verbose: str | int
+    ) -> Position:
+        """Returns the position at which the last good checkpoint leaves off; the beginning without
+        one.
 
-        Nothing was changed where it raises: no checkpoint is good, another fit works in the folder, or the last good
+        Nothing was changed where it raises: no checkpoint is good, another fit works in the folder,
+            or the last good
         checkpoint is of another training.
         """
         self._position = Position(first_epoch, first_epoch)
@@ -114,7 +131,9 @@ class Saver:
         named = state.name_variables(fit.variables).items()
         variables = {f"{group}/{name}": v for group, own in named for name, v in own.items()}
         self._workers = workers = fit.workers
-        holders = {name: fit.holders[id(v)] for name, v in variables.items() if id(v) in fit.holders}
+        holders = {
+            name: fit.holders[id(v)] for name, v in variables.items() if id(v) in fit.holders
+        }
         elsewhere = {name for name, holder in holders.items() if holder != self._workers.worker}
         self._own = holders.keys() - elsewhere
         self._variables = {name: v for name, v in variables.items() if name not in elsewhere}
@@ -122,16 +141,20 @@ class Saver:
         callback_state.require_one_resume(fit.callbacks)
         if workers is not None:
             self._is_chief = workers.is_chief
-            self._fit = f"{workers.gather([secrets.randbits(32)])[0][0]:08x}"  # waits for an earlier fit's last save
+            # waits for an earlier fit's last save
+            self._fit = f"{workers.gather([secrets.randbits(32)])[0][0]:08x}"
         if self._is_chief:
             self._lock.acquire()
             store.remove_leftovers(self.directory)
         found = store.latest(self.directory)
         self._tensors = {} if found is None else found.tensors(without=elsewhere)
         if workers is not None:
-            # Also holds the chief back, whose next checkpoint may take the place of the one that others still read.
+            # Also holds the chief back, whose next checkpoint may take the place of the one that
+            # others still read.
             step = -1 if found is None else found.step
-            workers.require_same("All must see the same checkpoint_dir, on a disk that they share.", checkpoint=step)
+            workers.require_same(
+                "All must see the same checkpoint_dir, on a disk that they share.", checkpoint=step
+            )
         if found is not None:
             same_training.require(found, fit, self.resumes_with)
         self._note_changes = fit.note_changes
@@ -141,18 +164,25 @@ class Saver:
             return self._position
         found.warn_of_other_versions()
         progress, data = found.manifest["progress"], found.manifest["data"]
-        self._position = Position(progress["first_epoch"], progress["epoch"], progress["step_in_epoch"])
+        self._position = Position(
+            progress["first_epoch"], progress["epoch"], progress["step_in_epoch"]
+        )
         self.stopped = progress["stopped"]
         self._pieces = state.other_pieces(found.manifest["cut"], fit.cut)
         if not self._pieces:
             fit.stacks.restore(data, self._of("data"))
         elif not self._complete(epochs):
-            recut = any(fit.cut[name] != found.manifest["cut"][name] for name in fit.cut if name != "replicas")
+            recut = any(
+                fit.cut[name] != found.manifest["cut"][name]
+                for name in fit.cut
+                if name != "replicas"
+            )
             fit.stacks.find(data, self._pieces, recut)
             if fit.split_sensitive_layers:
                 warn(
-                    f"Training goes on in other pieces ({self._pieces}), which {', '.join(fit.split_sensitive_layers)} "
-                    "depend on: the numbers will not be those of the uninterrupted training."
+                    f"Training goes on in other pieces ({self._pieces}), which "
+                    f"{', '.join(fit.split_sensitive_layers)} depend on: the numbers will not be "
+                    "those of the uninterrupted training."
                 )
         self._resumed = found
         self._done = self._saved = found.step
@@ -161,16 +191,23 @@ class Saver:
         if not self._complete(epochs):
             _warn_of_lost_bits(fit.description["batch plan"]["jit_compile"], fit.unsaved_draws)
         if (trained := self._position.epoch) > epochs:
-            warn(f"{found.path} has {trained} epochs, more than epochs={epochs}: all are returned.", UserWarning)
+            warn(
+                f"{found.path} has {trained} epochs, more than epochs={epochs}: all are returned.",
+                UserWarning,
+            )
         if verbose != 0:
             print(self._said(epochs, changes), flush=True)
         return self._position
 
     def _take_settings(self) -> list[settings.Change]:
-        """Lists the settings that `resume` names and that differ from the saved ones, which are not restored."""
+        """Lists the settings that `resume` names and that differ from the saved ones, which are not
+        restored.
+        """
         fit, found = self._training, self._resumed
         self._changes = [*found.changes]
-        changes = settings.changes(found.manifest["description"], fit.description, self.resumes_with)
+        changes = settings.changes(
+            found.manifest["description"], fit.description, self.resumes_with
+        )
         for change in changes:
             self._take(change)
         self.changed_constants = any(change.name not in fit.settings for change in changes)
@@ -180,9 +217,16 @@ class Saver:
         _, epoch, step = self._position
         done = f"{self._done:,} train steps"
         if self._complete(epochs):
-            how = "a callback had ended it" if self.stopped else f"{epoch} epochs, of {epochs} asked for"
+            how = (
+                "a callback had ended it"
+                if self.stopped
+                else f"{epoch} epochs, of {epochs} asked for"
+            )
             return f"training was complete in {self._resumed.path}: {done}, {how}"
-        text = f"resumed from {self._resumed.path}: {done} done, {step:,} of them in epoch {epoch + 1} of {epochs}"
+        text = (
+            f"resumed from {self._resumed.path}: {done} done, {step:,} of them in epoch "
+            f"{epoch + 1} of {epochs}"
+        )
         if self._pieces:
             text += f", in other pieces: {self._pieces}"
         for change in changes:
@@ -203,13 +247,16 @@ class Saver:
             return
         with self._calling(settings.TRAIN_HOOK, was_called=self._resumed is not None):
             yield
-        callback_state.state(self._training.callbacks)  # raises what would otherwise come with the first save
+        # raises what would otherwise come with the first save
+        callback_state.state(self._training.callbacks)
         if self._resumed is not None:
             self._restore()
 
     @contextlib.contextmanager
     def beginning_epoch(self, epoch: int) -> Iterator[None]:
-        """Notes the epoch's begin; restores the state after the block, which calls `on_epoch_begin`."""
+        """Notes the epoch's begin; restores the state after the block, which calls
+        `on_epoch_begin`.
+        """
         if self._resumed is None:
             self._position = Position(self._position.first, epoch)
         if self.directory is None:
@@ -218,17 +265,19 @@ class Saver:
         is_within = self._resumed is not None and self._position.step > 0
         with self._calling(settings.EPOCH_HOOK, was_called=is_within):
             yield
-        # Once more in mid-epoch: `on_epoch_begin`, which may move a learning rate, was called for it before.
+        # Once more in mid-epoch: `on_epoch_begin`, which may move a learning rate, was called for
+        # it before.
         if is_within:
             self._restore()
         self._resumed, self._tensors = None, {}
 
     @contextlib.contextmanager
     def _calling(self, hook: str, was_called: bool) -> Iterator[None]:
-        """Notes the learning rates around the block, which calls a hook; repeats one that the checkpoint has noted.
+        """Notes the learning rates around the block, which calls a hook; repeats one that the
+        checkpoint has noted.
 
-        If callbacks leave another rate than the checkpoint has, that rate holds where `resume` names it; else the
-        restored one does, and a warning tells both.
+        If callbacks leave another rate than the checkpoint has, that rate holds where `resume`
+        names it; else the restored one does, and a warning tells both.
         """
         rates = self._rates
         rate_is_new = any(self._variable_names(settings.RATE) & self._kept)
@@ -246,8 +295,9 @@ class Saver:
             self._take(change)
             return
         warn(
-            f"callbacks set learning_rate to {change.now:.6g} in {hook}, where they had set {change.saved:.6g} before "
-            f"the checkpoint: training goes on with the rate that was saved. To go on with theirs, call fit(..., "
+            f"callbacks set learning_rate to {change.now:.6g} in {hook}, where they had set "
+            f"{change.saved:.6g} before the checkpoint: training goes on with the rate that was "
+            "saved. To go on with theirs, call fit(..., "
             f"resume={settings.show(self.resumes_with | {settings.RATE})}).",
             UserWarning,
         )
@@ -255,13 +305,19 @@ class Saver:
     def _take(self, change: settings.Change) -> None:
         """Records a setting that is not restored, but stays as it is now."""
         self._kept |= self._variable_names(change.name)
-        self._changes.append({"step": self._done, "epoch": self._position.epoch, **change._asdict()})
+        self._changes.append(
+            {"step": self._done, "epoch": self._position.epoch, **change._asdict()}
+        )
 
     def _variable_names(self, setting: str) -> set[str]:
         held = {id(variable) for variable in self._training.settings.get(setting, ())}
         names = {name for name, variable in self._variables.items() if id(variable) in held}
         if setting == settings.RATE:  # tf_keras holds the value of a schedule, too
-            names |= {name for name in self._variables if name.startswith("optimizer/") and settings.is_rate(name)}
+            names |= {
+                name
+                for name in self._variables
+                if name.startswith("optimizer/") and settings.is_rate(name)
+            }
         return names
 
     @property
@@ -270,11 +326,17 @@ class Saver:
         return self._position.step
 
     def _of(self, group: str) -> dict[str, tf.Tensor]:
-        return {n.removeprefix(f"{group}/"): t for n, t in self._tensors.items() if n.startswith(f"{group}/")}
+        return {
+            n.removeprefix(f"{group}/"): t
+            for n, t in self._tensors.items()
+            if n.startswith(f"{group}/")
+        }
 
     def _restore(self) -> None:
         manifest = self._resumed.manifest
-        callback_state.restore(self._training.callbacks, manifest["callbacks"], self._of("callbacks"))
+        callback_state.restore(
+            self._training.callbacks, manifest["callbacks"], self._of("callbacks")
+        )
         history = self._training.model.history
         history.epoch = list(manifest["history"]["epoch"])
         history.history = dict(self._resumed.history)
@@ -283,15 +345,18 @@ class Saver:
                 variable.assign(self._tensors[name])
 
     def watched(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """Yields the dispatches of an epoch, and saves between them: one is executed before the next is asked for."""
+        """Yields the dispatches of an epoch, and saves between them: one is executed before the
+        next is asked for.
+        """
         dispatch = next(dispatches, None)
         self._cut_short = True  # unless it is read to its end
         while dispatch is not None:
             self._done += dispatch.steps
             self._position = self._position._replace(step=self._position.step + dispatch.steps)
             yield dispatch
-            # Copied before the next is read, which would move the place in the data; kept only if there is one, since
-            # what follows an epoch's last step (validation, callbacks) belongs to the state after it.
+            # Copied before the next is read, which would move the place in the data; kept only if
+            # there is one, since what follows an epoch's last step (validation, callbacks) belongs
+            # to the state after it.
             saved = self._state(stopped=False) if self._due() else None
             dispatch = next(dispatches, None)
             if saved is not None and dispatch is not None:
@@ -299,12 +364,15 @@ class Saver:
         self._cut_short = False
 
     def end_epoch(self, last: bool) -> None:
-        """Saves after `on_epoch_end`; raises ValueError where the next epoch would begin within this one's pass."""
+        """Saves after `on_epoch_end`; raises ValueError where the next epoch would begin within
+        this one's pass.
+        """
         if self.directory is not None and self._cut_short and not last:
             raise ValueError(
-                f"A callback set model.stop_training within epoch {self._position.epoch + 1} and took it back at its "
-                "end: no checkpoint could say where the next epoch begins in the data. Set it in on_epoch_end, pass "
-                "steps_per_epoch, or leave checkpoint_dir out."
+                f"A callback set model.stop_training within epoch {self._position.epoch + 1} and "
+                "took it back at its end: no checkpoint could say where the next epoch begins "
+                "in the data. Set it in on_epoch_end, pass steps_per_epoch, or leave "
+                "checkpoint_dir out."
             )
         self._position = Position(self._position.first, self._position.epoch + 1)
         if self.directory is None:
@@ -314,26 +382,40 @@ class Saver:
             self._save(*saved)
 
     def _due(self) -> bool:
-        return (self.every is not None and self._done // self.every > self._saved // self.every) or self._is_ending()
+        return (
+            self.every is not None and self._done // self.every > self._saved // self.every
+        ) or self._is_ending()
 
     def _is_ending(self) -> bool:
-        """Tells if SIGTERM has come: to the chief, or to any where workers write together: all must ask at once."""
+        """Tells if SIGTERM has come: to the chief, or to any where workers write together: all must
+        ask at once.
+        """
         if self._own:
             return any(said for (said,) in self._workers.gather([self._preemption.requested]))
         return self._preemption.requested and self._is_chief
 
     def _state(self, stopped: bool) -> tuple[Json, dict[str, tf.Tensor | np.ndarray]] | None:
-        """Copies a manifest and tensors to host memory; returns None where there is no state to go on from."""
+        """Copies a manifest and tensors to host memory; returns None where there is no state to go
+        on from.
+        """
         if not self._training.require_savable():
             return None
-        tensors = {name: np.array(variable.read_value()) for name, variable in self._variables.items()}
+        tensors = {
+            name: np.array(variable.read_value()) for name, variable in self._variables.items()
+        }
         data, more = self._training.stacks.position()
         tensors.update({f"data/{name}": tensor for name, tensor in more.items()})
         callbacks, arrays = callback_state.state(self._training.callbacks)
         tensors.update({f"callbacks/{name}": array for name, array in arrays.items()})
         history = self._training.model.history
         first, epoch, step = self._position
-        progress = {"step": self._done, "epoch": epoch, "step_in_epoch": step, "first_epoch": first, "stopped": stopped}
+        progress = {
+            "step": self._done,
+            "epoch": epoch,
+            "step_in_epoch": step,
+            "first_epoch": first,
+            "stopped": stopped,
+        }
         manifest = {
             "progress": progress,
             "data": data,
@@ -369,15 +451,27 @@ class Saver:
             except Exception as error:  # for `_wait`, as from a thread
                 self._write.set_exception(error)
 
-    def _write_with_others(self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]) -> None:
-        """Writes what this worker alone has, and waits for the checkpoint; the chief writes all else and ends it."""
+    def _write_with_others(
+        self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]
+    ) -> None:
+        """Writes what this worker alone has, and waits for the checkpoint; the chief writes all
+        else and ends it.
+        """
         workers, before = self._workers, self._told
         self._told = f"share/{self._fit}/{self._saved}"
         if self._is_chief:
-            others = [functools.partial(workers.hear, self._told, other) for other in range(1, workers.workers)]
+            others = [
+                functools.partial(workers.hear, self._told, other)
+                for other in range(1, workers.workers)
+            ]
             store.write(self.directory, manifest, tensors, self.keep, self._fit, others)
         else:
-            store.write_share(self._path(self._saved), self._fit, workers.worker, {n: tensors[n] for n in self._own})
+            store.write_share(
+                self._path(self._saved),
+                self._fit,
+                workers.worker,
+                {n: tensors[n] for n in self._own},
+            )
         workers.tell(self._told)
         if not self._is_chief:
             workers.hear(self._told, 0)  # this worker must not leave before
@@ -397,8 +491,9 @@ class Saver:
         except Exception as error:
             reason = str(error).partition("\n")[0] or type(error).__name__  # TensorFlow adds lines
             raise CheckpointWriteError(
-                f"The checkpoint of step {self._saved} could not be written to {str(self.directory)!r}: "
-                f"{reason}. No earlier one was touched. Make room or mend the folder, then call fit again."
+                f"The checkpoint of step {self._saved} could not be written to "
+                f"{str(self.directory)!r}: {reason}. No earlier one was touched. Make room or "
+                "mend the folder, then call fit again."
             ) from error
 
 
@@ -406,22 +501,30 @@ def _warn_of_lost_bits(jit_compile: bool, draws: Sequence[str]) -> None:
     flag = "--xla_gpu_deterministic_ops=true"
     same = flag in os.environ.get("XLA_FLAGS", "") if jit_compile else has_op_determinism()
     if has_gpu() and not same:
-        remedy = f"XLA_FLAGS={flag}" if jit_compile else "tf.config.experimental.enable_op_determinism()"
+        remedy = (
+            f"XLA_FLAGS={flag}" if jit_compile else "tf.config.experimental.enable_op_determinism()"
+        )
         warn(
-            "This fit is resumed on a GPU without deterministic operations: it goes on from the state that was saved, "
-            "but not bit for bit as it would have without the interruption. It would with "
-            f"{remedy} in all of a training's processes, which costs speed."
+            "This fit is resumed on a GPU without deterministic operations: it goes on from the "
+            "state that was saved, but not bit for bit as it would have without the "
+            f"interruption. It would with {remedy} in all of a training's processes, which costs "
+            "speed."
         )
     if draws:
         warn(
-            f"{len(draws)} operations of the model draw from TensorFlow's own random generators ({draws[0]}, ...), as "
-            "tf_keras's layers do: no checkpoint has their state, so the numbers will not be those of the "
-            "uninterrupted training. Keras 3's layers draw from seeds that are saved."
+            f"{len(draws)} operations of the model draw from TensorFlow's own random generators "
+            f"({draws[0]}, ...), as tf_keras's layers do: no checkpoint has their state, so the "
+            "numbers will not be those of the uninterrupted training. Keras 3's layers draw "
+            "from seeds that are saved."
         )
 
 
 def _writable(directory: str | os.PathLike[str]) -> Path:
-    if not isinstance(directory, (str, os.PathLike)) or not isinstance(os.fspath(directory), str) or directory == "":
+    if (
+        not isinstance(directory, (str, os.PathLike))
+        or not isinstance(os.fspath(directory), str)
+        or directory == ""
+    ):
         raise TypeError(f"checkpoint_dir={directory!r} must be the path of a folder.")
     try:
         path = store.absolute(directory)  # a callback may change the working directory
@@ -431,5 +534,7 @@ def _writable(directory: str | os.PathLike[str]) -> Path:
             Path(folder, "-" * 60).touch()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"checkpoint_dir={str(directory)!r} cannot be written to: {reason}.") from error
+        raise ValueError(
+            f"checkpoint_dir={str(directory)!r} cannot be written to: {reason}."
+        ) from error
     return path

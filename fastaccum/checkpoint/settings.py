@@ -1,4 +1,6 @@
-"""Settings of the optimizer, such as its learning rate, that a resumed fit takes in place of the saved ones."""
+"""Settings of the optimizer, such as its learning rate, that a resumed fit takes in place of the
+saved ones.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ TRAIN_HOOK = "on_train_begin"
 EPOCH_HOOK = "on_epoch_begin"
 # Settings of Keras's optimizers that are None where they are off, and numbers where they are on.
 _OPTIONAL = ("weight_decay", "clipnorm", "global_clipnorm", "clipvalue")
-# The variable of a learning rate that is a number, and the one in which tf_keras holds the value of a schedule.
+# The variable of a learning rate that is a number, and the one in which tf_keras holds the value of
+# a schedule.
 _RATE_VARIABLE = re.compile(r"(.*/)?(current_)?learning_rate(-\d+)?")
 
 
@@ -45,12 +48,17 @@ def _class_of(value: Any) -> Any:
 
 
 def names(resume: Any) -> frozenset[str]:
-    """Returns the names in `resume`, which is one or a collection of them; raises TypeError for anything else."""
+    """Returns the names in `resume`, which is one or a collection of them; raises TypeError for
+    anything else.
+    """
     if isinstance(resume, str):
         return frozenset([resume])
     is_collection = isinstance(resume, (set, frozenset, list, tuple))
     if not is_collection or not all(isinstance(name, str) for name in resume):
-        raise TypeError(f'resume={checks.shown(resume)} must be a name or several, as in resume={{"learning_rate"}}.')
+        raise TypeError(
+            f"resume={checks.shown(resume)} must be a name or several, "
+            'as in resume={"learning_rate"}.'
+        )
     return frozenset(resume)
 
 
@@ -65,7 +73,9 @@ def is_rate(variable: str) -> bool:
 
 
 def known(description: Json) -> list[str]:
-    """Lists the settings that `resume` may name: a description's learning rate, and numbers of its optimizer."""
+    """Lists the settings that `resume` may name: a description's learning rate, and numbers of its
+    optimizer.
+    """
     found = []
     for name, value in _settings(description["optimizer"]).items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -80,9 +90,10 @@ def require_known(resume: frozenset[str], description: Json) -> None:
     unknown = sorted(resume.difference(settings))
     if unknown:
         raise ValueError(
-            f"resume names {', '.join(map(repr, unknown))}, and may name settings of the optimizer "
-            f"{description['optimizer']['class']}: {', '.join(settings) or 'it has none'}. Arguments of fit that may "
-            "change, such as epochs and callbacks, need no name."
+            f"resume names {', '.join(map(repr, unknown))}, and may name settings of the "
+            f"optimizer {description['optimizer']['class']}: "
+            f"{', '.join(settings) or 'it has none'}. Arguments of fit that may change, such as "
+            "epochs and callbacks, need no name."
         )
 
 
@@ -97,7 +108,9 @@ def changes(saved: Json, now: Json, resume: frozenset[str]) -> list[Change]:
 
 
 def without(description: Json, resume: frozenset[str]) -> Json:
-    """Returns a description without the named settings, and without the learning rate's variables if it is named."""
+    """Returns a description without the named settings, and without the learning rate's variables
+    if it is named.
+    """
     optimizer = copy.deepcopy(description["optimizer"])
     settings = _settings(optimizer)
     for name in resume:
@@ -110,21 +123,25 @@ def without(description: Json, resume: frozenset[str]) -> Json:
 
 
 def _settings(optimizer: Json) -> Json:
-    """Finds the part of an optimizer's description with its numbers: of the innermost, as tensorflow-addons wraps."""
+    """Finds the part of an optimizer's description with its numbers: of the innermost, as
+    tensorflow-addons wraps.
+    """
     while isinstance(optimizer.get("optimizer"), dict):
         optimizer = optimizer["optimizer"]
     return optimizer
 
 
 class HookRates:
-    """The learning rate that `on_train_begin`, and the epoch's `on_epoch_begin`, found and left behind.
+    """The learning rate that `on_train_begin`, and the epoch's `on_epoch_begin`, found and left
+    behind.
 
-    A resumed fit calls both hooks again, the second if it goes on within an epoch. Each of them finds the rate that it
-    found in the uninterrupted training, and `on_epoch_begin` the state of the callbacks, so that it sets and prints
-    the same rate. If a hook leaves another one, the callbacks are others than they were.
+    A resumed fit calls both hooks again, the second if it goes on within an epoch. Each of them
+    finds the rate that it found in the uninterrupted training, and `on_epoch_begin` the state of
+    the callbacks, so that it sets and prints the same rate. If a hook leaves another one, the
+    callbacks are others than they were.
 
-    Attributes:
-        record: for each hook the rates "found" and "left" and the "callbacks", as a checkpoint holds them.
+    Attributes: record: for each hook the rates "found" and "left" and the "callbacks", as a
+        checkpoint holds them.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], callbacks: Callbacks, record: Json):
@@ -145,14 +162,18 @@ class HookRates:
         return hook in self.record and len(self.record[hook]["found"]) == len(self._variables)
 
     def prepare_repeat(self, hook: str) -> None:
-        """Puts back the rates and the states of callbacks that the hook found, before it is called again."""
+        """Puts back the rates and the states of callbacks that the hook found, before it is called
+        again.
+        """
         noted = self.record[hook]
         for variable, rate in zip(self._variables, noted["found"], strict=True):
             variable.assign(rate)
         callback_state.restore_own(self._callbacks, noted["callbacks"])
 
     def change(self, hook: str) -> Change | None:
-        """Returns the first rate that the hook, called again, has left otherwise than in the record; else None."""
+        """Returns the first rate that the hook, called again, has left otherwise than in the
+        record; else None.
+        """
         for noted, now in zip(self.record[hook]["left"], self._read(), strict=True):
             if noted != now:
                 return Change(RATE, noted, now)

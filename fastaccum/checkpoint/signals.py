@@ -11,9 +11,11 @@ from typing import ClassVar
 
 
 class EndRequest:
-    """Scope in which the first signal `number` prints `notice` and sets `requested`; a second one ends the process.
+    """Scope in which the first signal `number` prints `notice` and sets `requested`; a second one
+    ends the process.
 
-    Only the main thread can handle signals: in another thread, and in a forked child, they stay as they were.
+    Only the main thread can handle signals: in another thread, and in a forked child, they stay as
+        they were.
     """
 
     entered: ClassVar[dict[int, EndRequest]] = {}  # now, by number
@@ -36,18 +38,23 @@ class EndRequest:
 
     def _on_signal(self, *_: object) -> None:
         self.requested = True
-        # The default action needs no Python, which a second signal could find inside a long compilation.
+        # The default action needs no Python, which a second signal could find inside a long
+        # compilation.
         signal.signal(self._number, signal.SIG_DFL)
         with contextlib.suppress(OSError):  # a terminal that is gone
             os.write(2, f"\n{self._notice}\n".encode())
 
 
-# A forked child has the handlers as they were: a data loader's process is to end at the first signal.
-os.register_at_fork(after_in_child=lambda: list(map(EndRequest.__exit__, tuple(EndRequest.entered.values()))))
+# A forked child has the handlers as they were: a data loader's process is to end at the first
+# signal.
+os.register_at_fork(
+    after_in_child=lambda: list(map(EndRequest.__exit__, tuple(EndRequest.entered.values())))
+)
 
 
 class Preempted(SystemExit):
-    """Exit that `fit` raises after SIGTERM, once the state is saved; uncaught, the process ends with code 143.
+    """Exit that `fit` raises after SIGTERM, once the state is saved; uncaught, the process ends
+    with code 143.
 
     Attributes:
         checkpoint: the folder that it was saved to.

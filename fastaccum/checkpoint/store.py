@@ -1,13 +1,18 @@
-"""Checkpoints on disk: folders that are written whole or not at all, and read only if they are as they were written.
+"""Checkpoints on disk: folders that are written whole or not at all, and read only if they are as
+they were written.
 
     run/checkpoints/step-00000050/
         manifest.json               what the training state is, with a checksum
-        state.index                 the tensors, in the format of tf.train.Checkpoint, with checksums of TensorFlow's:
+        state.index                 the tensors, in the format of tf.train.Checkpoint, with
+            checksums of TensorFlow's:
         state.data-00000-of-00001   tf.train.load_checkpoint("step-00000050/state") reads them
 
-The tensors hold the manifest's checksum too, so that the files of two checkpoints are not taken for one. Nothing here
-is pickled: a manifest is JSON, and a tensor file holds numbers. Where several workers share the optimizer's slots out,
-each writes a file of tensors; state.index tells which tensor is in which, and the manifest names the files.
+The tensors hold the manifest's checksum too, so that the files of two checkpoints are not taken for
+one. Nothing here
+is pickled: a manifest is JSON, and a tensor file holds numbers. Where several workers share the
+    optimizer's slots out,
+each writes a file of tensors; state.index tells which tensor is in which, and the manifest names
+the files.
 """
 
 from __future__ import annotations
@@ -68,34 +73,48 @@ class Checkpoint:
 
     @property
     def changes(self) -> list[Json]:
-        """Returns what `fit(resume=...)` has changed: "step", "epoch", "name", "saved" and "now" of each setting."""
+        """Returns what `fit(resume=...)` has changed: "step", "epoch", "name", "saved" and "now" of
+        each setting.
+        """
         return self.manifest.get("changes", [])
 
     def warn_of_other_versions(self) -> None:
         """Warns with the versions that wrote the checkpoint, if this process has others."""
         saved = self.manifest["versions"]
         pairs = {name: (saved.get(name, "unknown"), now) for name, now in versions().items()}
-        others = [f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now]
+        others = [
+            f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now
+        ]
         if others:
             warn(
-                f"{self.path} was written with {one_line('; '.join(others))}. Training goes on, but its bits may not "
-                "be those of an uninterrupted one."
+                f"{self.path} was written with {one_line('; '.join(others))}. Training goes on, "
+                "but its bits may not be those of an uninterrupted one."
             )
 
     def tensors(self, without: Container[str] = ()) -> dict[str, tf.Tensor]:
-        """Reads the tensors, by name, to host memory; CorruptCheckpointError unless they are as they were written."""
+        """Reads the tensors, by name, to host memory; CorruptCheckpointError unless they are as
+        they were written.
+        """
         return dict(self.read(without))
 
     def read(self, without: Container[str] = ()) -> Iterator[tuple[str, tf.Tensor]]:
         """Yields the tensors with their names, and holds a few in memory; raises as `tensors`."""
         prefix, seal = str(self.path / TENSORS), None
-        if missing := [name for name in self.manifest.get("shares", ()) if not (self.path / name).is_file()]:
-            raise CorruptCheckpointError(f"its shares {missing} are missing, which workers had written")
+        if missing := [
+            name for name in self.manifest.get("shares", ()) if not (self.path / name).is_file()
+        ]:
+            raise CorruptCheckpointError(
+                f"its shares {missing} are missing, which workers had written"
+            )
         try:
             dtypes = tf.train.load_checkpoint(prefix).get_variable_to_dtype_map()
             names = [name for name in dtypes if name not in without]
-            for piece in (names[i : i + 8] for i in range(0, len(names), 8)):  # TensorFlow reads in 8 threads
-                given = {"shape_and_slices": [""] * len(piece), "dtypes": [dtypes[name] for name in piece]}
+            # TensorFlow reads in 8 threads
+            for piece in (names[i : i + 8] for i in range(0, len(names), 8)):
+                given = {
+                    "shape_and_slices": [""] * len(piece),
+                    "dtypes": [dtypes[name] for name in piece],
+                }
                 with tf.device("CPU:0"):
                     values = tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=piece, **given)
                 tensors = dict(zip(piece, values, strict=True))
@@ -105,17 +124,20 @@ class Checkpoint:
             reason = re.sub(r"^\{\{.*?\}\} ", "", str(error)).replace(prefix, TENSORS)[:200]
             raise CorruptCheckpointError(f"its tensors cannot be read: {reason}") from error
         if seal is None or seal.shape.rank or seal.numpy() != self.manifest["sha256"].encode():
-            raise CorruptCheckpointError(f"its tensors are not those that its {MANIFEST} was written with")
+            raise CorruptCheckpointError(
+                f"its tensors are not those that its {MANIFEST} was written with"
+            )
 
 
 def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """Finds the newest good checkpoint in the `checkpoint_dir` of a fit; None if there is none at all.
+    """Finds the newest good checkpoint in the `checkpoint_dir` of a fit; None if there is none at
+    all.
 
     Warns of each newer one that is not good, and says why.
 
-    Raises:
-        ValueError: raised if there are checkpoints, but no good one; names each, and what is wrong with it.
-        IncompatibleCheckpointError: raised if the newest that is not damaged has another version's format.
+    Raises: ValueError: raised if there are checkpoints, but no good one; names each, and what is
+        wrong with it. IncompatibleCheckpointError: raised if the newest that is not damaged has
+        another version's format.
 
     >>> latest("no/such/folder") is None
     True
@@ -129,7 +151,8 @@ def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
             warn(f"checkpoint {path} is passed over: {error}")
     if bad:
         raise CorruptCheckpointError(
-            f"None of the {len(bad)} checkpoints in {str(directory)!r} is good. Nothing was changed. Name another "
+            f"None of the {len(bad)} checkpoints in {str(directory)!r} is good. Nothing was "
+            "changed. Name another "
             "folder to start afresh. " + "; ".join(bad)
         )
     return None
@@ -142,8 +165,14 @@ def paths(directory: str | os.PathLike[str]) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise ValueError(f"directory={str(directory)!r} cannot be read: {error.strerror}.") from error
-    return sorted((Path(directory, name) for name in names if _FOLDER.fullmatch(name)), key=_step, reverse=True)
+        raise ValueError(
+            f"directory={str(directory)!r} cannot be read: {error.strerror}."
+        ) from error
+    return sorted(
+        (Path(directory, name) for name in names if _FOLDER.fullmatch(name)),
+        key=_step,
+        reverse=True,
+    )
 
 
 def _step(path: Path) -> int:
@@ -151,8 +180,8 @@ def _step(path: Path) -> int:
 
 
 def inspect(path: Path) -> Checkpoint:
-    """Reads the checkpoint in a folder; raises CorruptCheckpointError unless every byte is as it was written, and
-    IncompatibleCheckpointError if another version wrote it.
+    """Reads the checkpoint in a folder; raises CorruptCheckpointError unless every byte is as it
+    was written, and IncompatibleCheckpointError if another version wrote it.
     """
     found = Checkpoint(path, _read_manifest(path))
     if _step(path) != found.step:
@@ -168,18 +197,32 @@ def _read_manifest(path: Path) -> Json:
         manifest = json.loads((path / MANIFEST).read_bytes())
         number = int(manifest["format"])
         whole = manifest.get("sha256") == _digest(manifest)
-        wrote = ", ".join(f"{name} {version}" for name, version in manifest.get("versions", {}).items())
+        wrote = ", ".join(
+            f"{name} {version}" for name, version in manifest.get("versions", {}).items()
+        )
     except OSError as error:
         raise CorruptCheckpointError(f"{MANIFEST}: {error.strerror}") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{MANIFEST} does not have this format: {error!r:.200}") from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        raise CorruptCheckpointError(
+            f"{MANIFEST} does not have this format: {error!r:.200}"
+        ) from error
     if number > FORMAT or (whole and number != FORMAT):  # a later version may seal otherwise
         raise IncompatibleCheckpointError(
-            f"{path} has format {number}, written by {wrote or 'an earlier fastaccum'}, where this version reads "
-            f"{FORMAT}. Nothing was changed: go on with that version, or name another checkpoint_dir."
+            f"{path} has format {number}, written by {wrote or 'an earlier fastaccum'}, where "
+            f"this version reads {FORMAT}. Nothing was changed: go on with that version, or name "
+            "another checkpoint_dir."
         )
     if not whole:
-        raise CorruptCheckpointError(f"{MANIFEST} was changed after it was written: its checksum differs")
+        raise CorruptCheckpointError(
+            f"{MANIFEST} was changed after it was written: its checksum differs"
+        )
     return manifest
 
 
@@ -197,17 +240,21 @@ def write(
     fit: str = "",
     others: Sequence[Callable[[], None]] = (),
 ) -> Path:
-    """Writes one checkpoint, all of it or nothing, then removes all but the `keep` newest; returns its folder.
+    """Writes one checkpoint, all of it or nothing, then removes all but the `keep` newest; returns
+    its folder.
 
-    Everything goes to a hidden folder beside it, is flushed to the disk, and then takes its name in one operation of
-    the file system. If that fails, older checkpoints are as they were. Each of `others` waits for another worker of the
-    `fit`, which writes its tensors by `write_share`.
+    Everything goes to a hidden folder beside it, is flushed to the disk, and then takes its name in
+    one operation of the file system. If that fails, older checkpoints are as they were. Each of
+    `others` waits for another worker of the `fit`, which writes its tensors by `write_share`.
     """
     path = directory / f"step-{manifest['progress']['step']:08d}"
     temporary = _hidden(path, "writing", fit)
     shares = [f"{temporary}/share-{worker}" for worker in range(1 + len(others))]
     if others:
-        manifest = {**manifest, "shares": [f"{TENSORS}.data-{i:05d}-of-{len(shares):05d}" for i in range(len(shares))]}
+        manifest = {
+            **manifest,
+            "shares": [f"{TENSORS}.data-{i:05d}-of-{len(shares):05d}" for i in range(len(shares))],
+        }
     try:
         temporary.mkdir(exist_ok=bool(others))
         plain: Json = json.loads(json.dumps({"format": FORMAT, "versions": versions(), **manifest}))
@@ -233,8 +280,12 @@ def write(
     return path
 
 
-def write_share(path: Path, fit: str, worker: int, tensors: Mapping[str, tf.Tensor | np.ndarray]) -> None:
-    """Writes the tensors of another worker than the first, for the checkpoint that the first writes to `path`."""
+def write_share(
+    path: Path, fit: str, worker: int, tensors: Mapping[str, tf.Tensor | np.ndarray]
+) -> None:
+    """Writes the tensors of another worker than the first, for the checkpoint that the first writes
+    to `path`.
+    """
     folder = _hidden(path, "writing", fit)
     folder.mkdir(exist_ok=True)
     _save(f"{folder}/share-{worker}", tensors)
@@ -260,7 +311,9 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Returns `path` as an absolute one; raises ValueError if TensorFlow cannot write to it, or not read from it."""
+    """Returns `path` as an absolute one; raises ValueError if TensorFlow cannot write to it, or not
+    read from it.
+    """
     found = Path(path).absolute()
     str(found).encode()  # as TensorFlow does
     if set("*?[\\") & set(str(found)):

@@ -1,1 +1,3 @@
-"""Arrays, tf.data, PyDatasets and generators as stacks of micro-batches, and where a pass over them stands."""
+"""Arrays, tf.data, PyDatasets and generators as stacks of micro-batches, and where a pass over them
+stands.
+"""

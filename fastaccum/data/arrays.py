@@ -24,7 +24,9 @@ PREFETCH = 2
 
 
 class ArraySource:
-    """Arrays in memory that `rows.as_arrays` checked; `seed` shuffles each epoch anew, None keeps the order."""
+    """Arrays in memory that `rows.as_arrays` checked; `seed` shuffles each epoch anew, None keeps
+    the order.
+    """
 
     read_once = False
     what = "x, y and sample_weight"
@@ -40,7 +42,8 @@ class ArraySource:
     def sample(self) -> Batch:
         """Returns specs of one micro-batch."""
         return tf.nest.map_structure(
-            lambda a: tf.TensorSpec([self.batch_size, *a.shape[1:]], rows.model_dtype(a)), self.arrays
+            lambda a: tf.TensorSpec([self.batch_size, *a.shape[1:]], rows.model_dtype(a)),
+            self.arrays,
         )
 
     def most_rows(self, workers: int) -> int | None:
@@ -51,8 +54,12 @@ class ArraySource:
         """Sets the rows of a micro-batch."""
         self.batch_size = min(checks.whole_number("batch_size", batch_size), self.rows)
 
-    def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> ArrayStacks:
-        """Makes stacks of the rows; an epoch is a pass, or the part of a pass that follows the last epoch's."""
+    def stacks(
+        self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1
+    ) -> ArrayStacks:
+        """Makes stacks of the rows; an epoch is a pass, or the part of a pass that follows the last
+        epoch's.
+        """
         return ArrayStacks(self, layout, steps_per_epoch)
 
 
@@ -94,16 +101,20 @@ class ArrayStacks:
         """Does nothing: `position` needs no record of the passes."""
 
     def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
-        """Restores the order of the fit that `saved` comes from; warns if the rows are not what they were."""
+        """Restores the order of the fit that `saved` comes from; warns if the rows are not what
+        they were.
+        """
         self._seed = saved["seed"]
         if saved["checksum"] != self.checksum():
             warn(
-                "x, y or sample_weight hold other values than when the checkpoint was saved. If this is another "
-                "training, name another checkpoint_dir."
+                "x, y or sample_weight hold other values than when the checkpoint was saved. If "
+                "this is another training, name another checkpoint_dir."
             )
 
     def find(self, saved: Place, pieces: str, recut: bool) -> None:
-        """Restores the order for other pieces; a step has as many rows as before, so that the place stays."""
+        """Restores the order for other pieces; a step has as many rows as before, so that the place
+        stays.
+        """
         self.restore(saved, {})
 
     def checksum(self) -> int:
@@ -119,7 +130,10 @@ class ArrayStacks:
         passes_are_epochs = len(lengths) == 1
         passes, part = divmod(at.epoch - at.first, len(lengths))
         chunks = self._chunks(self.layout.steps_per_execution if passes_are_epochs else 1)
-        done = sum(end <= part * wanted + at.step for end in itertools.accumulate(steps for _, steps in chunks))
+        done = sum(
+            end <= part * wanted + at.step
+            for end in itertools.accumulate(steps for _, steps in chunks)
+        )
         stream, skipped = _ahead(self._stream(at.first + passes, chunks, done)), at.step
         for length in itertools.islice(itertools.cycle(lengths), part, None):
             dispatches, skipped = self._epoch(stream, length, length - skipped), 0
@@ -134,10 +148,16 @@ class ArrayStacks:
             warn_short(self.what, length, self.steps_per_epoch)
 
     def _chunks(self, per_dispatch: int) -> list[tuple[int, int]]:
-        """Lists (rows, steps) of each dispatch of a pass: padded to full steps, or cut where rows must be exact."""
+        """Lists (rows, steps) of each dispatch of a pass: padded to full steps, or cut where rows
+        must be exact.
+        """
         left, chunks, step = self._rows, [], self._rows_per_step
         while left > 0:
-            size = per_dispatch * step if left >= per_dispatch * step or not self.layout.exact_rows else min(left, step)
+            size = (
+                per_dispatch * step
+                if left >= per_dispatch * step or not self.layout.exact_rows
+                else min(left, step)
+            )
             chunks.append((size, math.ceil(min(size, left) / step)))
             left -= size
         return chunks
@@ -166,8 +186,14 @@ class ArrayStacks:
                     continue
                 whole, rest = divmod(size, self._batch_size)
                 parts = [(0, (whole, self._batch_size)), (whole * self._batch_size, (1, rest))]
-                spans = [(slice(at, at + math.prod(shape)), shape) for at, shape in parts if math.prod(shape)]
-                stacks = tuple(self._gathered(taken[span], valid[span], shape) for span, shape in spans)
+                spans = [
+                    (slice(at, at + math.prod(shape)), shape)
+                    for at, shape in parts
+                    if math.prod(shape)
+                ]
+                stacks = tuple(
+                    self._gathered(taken[span], valid[span], shape) for span, shape in spans
+                )
                 yield Dispatch(stacks, rows=real)
             done = 0
 
@@ -177,16 +203,21 @@ class ArrayStacks:
             columns, real = self.layout.columns(shape[-1])
             indices, valid = indices[..., columns], valid[..., columns] & real
         batch: Any = optree.tree_map(lambda a: rows.take(a, indices), self._arrays)  # type: ignore[arg-type]
-        return batch._replace(valid=self._all_valid(valid.shape) if valid.all() else tf.constant(valid))
+        return batch._replace(
+            valid=self._all_valid(valid.shape) if valid.all() else tf.constant(valid)
+        )
 
 
 def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatch]:
-    """Prefetches endless items, up to `depth` of them, in a thread that ends with the iterator or the interpreter."""
+    """Prefetches endless items, up to `depth` of them, in a thread that ends with the iterator or
+    the interpreter.
+    """
     executor = futures.ThreadPoolExecutor(1, "fastaccum-data")
     ready: collections.deque[futures.Future[Dispatch]] = collections.deque()
     try:
         while True:
-            with contextlib.suppress(RuntimeError):  # once the main thread has ended, Python starts no call in another
+            # once the main thread has ended, Python starts no call in another
+            with contextlib.suppress(RuntimeError):
                 while len(ready) <= depth:
                     ready.append(executor.submit(next, items))
             yield ready.popleft().result() if ready else next(items)
@@ -195,15 +226,20 @@ def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatc
 
 
 def split(arrays: tuple, fraction: float, text: bool = False) -> tuple[tuple, tuple]:
-    """Splits off the last `fraction` of the rows of every array, as Keras's `validation_split` does."""
+    """Splits off the last `fraction` of the rows of every array, as Keras's `validation_split`
+    does.
+    """
     if not rows.is_array_nest(arrays[0]):
         raise ValueError(
-            f"validation_split={fraction} needs arrays, but x is a {type(arrays[0]).__name__}: pass validation_data."
+            f"validation_split={fraction} needs arrays, but x is a {type(arrays[0]).__name__}: "
+            "pass validation_data."
         )
     batch = rows.as_arrays(arrays, text)
     count = rows.count(ArraySource.what, batch)
     at = math.floor(count * (1 - fraction))
     if at in (0, count):
         raise ValueError(f"validation_split={fraction} of {count} rows leaves one side empty.")
-    first, last = (tf.nest.map_structure(lambda t, s=s: t[s], batch) for s in (slice(at), slice(at, None)))
+    first, last = (
+        tf.nest.map_structure(lambda t, s=s: t[s], batch) for s in (slice(at), slice(at, None))
+    )
     return (first.x, first.y, first.weights), (last.x, last.y, last.weights)

@@ -1,4 +1,6 @@
-"""Batches of tf.data, PyDatasets and generators as stacks of micro-batches: padded, marked, and nothing dropped."""
+"""Batches of tf.data, PyDatasets and generators as stacks of micro-batches: padded, marked, and
+nothing dropped.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ _OPTIONAL = tf.experimental.Optional  # by which Keras hands over the None of a 
 class DatasetSource:
     """A tf.data.Dataset, or what becomes one, whose batches are micro-batches of whatever size.
 
-    The arguments are those of `make_data_source`; `weigh` maps (y, sample_weight) to the sample weight to use.
+    The arguments are those of `make_data_source`; `weigh` maps (y, sample_weight) to the sample
+    weight to use.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class DatasetSource:
         self.what = f"{what} ({type(x).__name__})"
         self.read_once = is_read_once(x)
         x = wrap_sequence(x)
-        origin = Origin(self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps)
+        origin = Origin(
+            self.what, self.read_once, python=not isinstance(x, tf.data.Dataset), steps=steps
+        )
         if isinstance(x, keras.utils.PyDataset):
             x = EpochBatches(x, shuffle)
             origin = origin._replace(epochs=x)
@@ -59,7 +64,9 @@ class DatasetSource:
         self._once: _ReadOnceBatches | None = None
 
         def to_batch(element):
-            element = tf.nest.map_structure(lambda part: None if isinstance(part, _OPTIONAL) else part, element)
+            element = tf.nest.map_structure(
+                lambda part: None if isinstance(part, _OPTIONAL) else part, element
+            )
             inputs, y, weight = keras.utils.unpack_x_y_sample_weight(element)
             if weigh is not None:
                 weight = weigh(y, weight)
@@ -73,9 +80,13 @@ class DatasetSource:
                 x = iter(self._once)
             with checks.naming(self.what):
                 elements, begin_pass = read_python(x)
-            self.python_batches = PythonBatches(self.what, begin_pass, elements.element_spec, to_batch)
+            self.python_batches = PythonBatches(
+                self.what, begin_pass, elements.element_spec, to_batch
+            )
         is_tuple = isinstance(elements.element_spec, tuple)
-        self.dataset = _untuned(elements.map(lambda *parts: to_batch(parts if is_tuple else parts[0])))
+        self.dataset = _untuned(
+            elements.map(lambda *parts: to_batch(parts if is_tuple else parts[0]))
+        )
         _require_batched(self.dataset.element_spec, self.what, needs_targets, text)
         self.batch_size = None if origin.python else batch_size(self.dataset)
         self.batches = int(elements.cardinality())
@@ -88,15 +99,20 @@ class DatasetSource:
     @property
     def sample(self) -> Batch:
         """Returns specs of one micro-batch, whose number of rows is unknown."""
-        return tf.nest.map_structure(lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), self.dataset.element_spec)
+        return tf.nest.map_structure(
+            lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), self.dataset.element_spec
+        )
 
     def most_rows(self, workers: int) -> int | None:
-        """Returns None; ValueError where Python code makes the batches, or where several workers share them."""
+        """Returns None; ValueError where Python code makes the batches, or where several workers
+        share them.
+        """
         if self.origin.python or workers > 1:
             among = f"which {workers} workers share" if workers > 1 else "of its own"
             raise ValueError(
-                f"{self.what} yields batches {among}, and batch_size='auto' cannot cut them anew: pass one to "
-                "fastaccum.plan(trainer, (x, y), global_batch_size=...), yield plan.batch_size rows at a time, and set "
+                f"{self.what} yields batches {among}, and batch_size='auto' cannot cut them "
+                "anew: pass one to fastaccum.plan(trainer, (x, y), global_batch_size=...), "
+                "yield plan.batch_size rows at a time, and set "
                 "trainer.gradient_accumulation_steps = plan.accumulation_steps."
             )
         return None
@@ -107,19 +123,27 @@ class DatasetSource:
         self.batches = int(self.dataset.cardinality())
 
     def read_at_most(self, batches: int) -> None:
-        """Reads no more batches than these of data that is read once: its owner can go on with the others."""
+        """Reads no more batches than these of data that is read once: its owner can go on with the
+        others.
+        """
         if self._once is not None:
             self._once.at_most = batches
 
-    def stacks(self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1) -> DatasetStacks:
-        """Makes stacks of the batches; raises ValueError if the data does not last for `epochs`, or never ends."""
+    def stacks(
+        self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1
+    ) -> DatasetStacks:
+        """Makes stacks of the batches; raises ValueError if the data does not last for `epochs`, or
+        never ends.
+        """
         if self.read_once and steps_per_epoch is None and epochs > 1:
             raise used_up(self.origin)
         return DatasetStacks(self, layout, steps_per_epoch)
 
 
 def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Turns TensorFlow's tuning off, for whose thread a deleted iterator may wait a minute, unless options have it."""
+    """Turns TensorFlow's tuning off, for whose thread a deleted iterator may wait a minute, unless
+    options have it.
+    """
     if dataset.options().autotune.enabled is not None:
         return dataset
     options = tf.data.Options()
@@ -156,12 +180,15 @@ class DatasetStacks:
         self.cut = {"batch_size": source.batch_size, "batches": batches}
         self._checksum = 0
         # Python code's first two batches have shown which lengths differ.
-        self._sizes = Sizes(self.what, source.dataset.element_spec, self.layout, source.origin.python)
+        self._sizes = Sizes(
+            self.what, source.dataset.element_spec, self.layout, source.origin.python
+        )
         self._alike, self._read_once = not layout.all_here, source.read_once
         self._rest: Iterator[Dispatch] = iter(())
         self._first_step: dict[str, int] | None = None  # of the pass begun last
         self._full_rows = 0  # of a step, where training goes on in other pieces
-        self._rows_before: int | None = None  # of a pass's first step, until the first one after the checkpoint
+        # of a pass's first step, until the first one after the checkpoint
+        self._rows_before: int | None = None
         # What one worker reads then says nothing of the others.
         self._sharded_by_workers = self.layout.replicas != layout.replicas
         specs = tf.nest.flatten(source.dataset.element_spec)
@@ -176,12 +203,15 @@ class DatasetStacks:
             pipeline = dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
         else:
             pipeline = dataset.prefetch(ahead)
-        self._passes = Passes(pipeline, source.dataset.element_spec, source.origin, self._alike, self._sizes.place)
+        self._passes = Passes(
+            pipeline, source.dataset.element_spec, source.origin, self._alike, self._sizes.place
+        )
 
     def reset(self) -> None:
         """Calls the hook of a PyDataset that Keras's `fit` and `evaluate` call before they read."""
         if self._epochs is not None:
-            self._passes.close()  # a thread may still read ahead in an epoch that was left in its middle
+            # a thread may still read ahead in an epoch that was left in its middle
+            self._passes.close()
             self._epochs.reset()
 
     def close(self) -> None:
@@ -198,25 +228,34 @@ class DatasetStacks:
         self._passes.tracked = True
 
     def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
-        """Goes to the place that `position` returned; raises ValueError if that is of another dataset."""
+        """Goes to the place that `position` returned; raises ValueError if that is of another
+        dataset.
+        """
         self._first_step = saved["first_step"]
         self._sizes.restore(saved["sizes"])
         self._rows_before = None if self._first_step is None else self._first_step["rows"]
         self._passes.restore(saved, tensors)
 
     def find(self, saved: Place, pieces: str, recut: bool) -> None:
-        """Goes to that place in other pieces; raises ValueError if the same rows do not make the same steps."""
+        """Goes to that place in other pieces; raises ValueError if the same rows do not make the
+        same steps.
+        """
         given, first = saved.get("given", saved), saved["first_step"]
         sharded = first is None or self._sharded_by_workers
-        obstacle = "each worker has sharded it itself" if sharded else self._passes.in_other_pieces(recut)
+        obstacle = (
+            "each worker has sharded it itself" if sharded else self._passes.in_other_pieces(recut)
+        )
         if (obstacle := obstacle or self._read_again(given, first)) is not None:
             raise ValueError(
-                f"{self.what} cannot go on in other pieces ({pieces}), since {obstacle}. Nothing was changed: go on in "
-                "the pieces that were saved, or name another checkpoint_dir."
+                f"{self.what} cannot go on in other pieces ({pieces}), since {obstacle}. Nothing "
+                "was changed: go on in the pieces that were saved, or name another "
+                "checkpoint_dir."
             )
 
     def _read_again(self, given: Place, first: dict[str, int]) -> str | None:
-        """Drops the steps that were consumed; returns how they differ from those that were saved, or None."""
+        """Drops the steps that were consumed; returns how they differ from those that were saved,
+        or None.
+        """
         ended, full = self._passes.read_again(given), first["rows"]
         dropped, steps, sizes, check, longest = self._skipped()
         if dropped:
@@ -229,7 +268,10 @@ class DatasetStacks:
             batches = f"batches of {full} / gradient_accumulation_steps rows"
             return f"a train step would be of {size} rows: {batches} would do"
         if sum(sizes) != given["rows"] or any(each != full for each in sizes[:-1]):
-            return f"its {dropped} train steps so far, of {given['rows']} rows, would end with {sizes[-3:]} rows"
+            return (
+                f"its {dropped} train steps so far, of {given['rows']} rows, would end with "
+                f"{sizes[-3:]} rows"
+            )
         if check not in (None, first["checksum"]):
             return "it yields other rows than it did, or in another order"
         self._first_step, self._full_rows = first, full
@@ -237,7 +279,9 @@ class DatasetStacks:
         return None
 
     def checksum(self) -> int:
-        """Returns that of the first step of the pass begun last, where workers must read the same; else 0."""
+        """Returns that of the first step of the pass begun last, where workers must read the same;
+        else 0.
+        """
         return self._checksum
 
     def epochs(self, at: Position) -> Iterator[Iterator[Dispatch]]:
@@ -261,7 +305,9 @@ class DatasetStacks:
         return True
 
     def _epoch(self, done: int) -> Iterator[Dispatch]:
-        """Yields the steps of an epoch after the first `done`: at most to the end of a pass, as in Keras."""
+        """Yields the steps of an epoch after the first `done`: at most to the end of a pass, as in
+        Keras.
+        """
         wanted = self._given_steps - done if self._given_steps else None
         limit = wanted if self._epochs is None else None  # a PyDataset's epochs end by themselves
         taken = 0
@@ -271,19 +317,25 @@ class DatasetStacks:
                 yield step
             if limit is None or taken < limit:
                 self._rest = iter(()) if self._read_once and limit else self._pass()
-            if taken or not wanted:  # a pass that ended with the last epoch leaves nothing for this one
+            # a pass that ended with the last epoch leaves nothing for this one
+            if taken or not wanted:
                 break
         if wanted is None or taken == wanted:
             return
         if self._alike:  # others may have more
             raise ValueError(
-                f"{self.what} ran dry after {done + taken} train steps of steps_per_epoch={self.steps_per_epoch}. Ask "
-                "for fewer, or pass a dataset with .repeat()."
+                f"{self.what} ran dry after {done + taken} train steps of "
+                f"steps_per_epoch={self.steps_per_epoch}. Ask for fewer, or pass a dataset with "
+                ".repeat()."
             )
         warn_short(self.what, done + taken, self._given_steps)
 
-    def _skipped(self) -> tuple[int, Iterator[tuple[list[Batch], list[int]]], list[int], int | None, int]:
-        """Begins a pass without the steps done: how many, the others, their rows, the first's checksum and batch."""
+    def _skipped(
+        self,
+    ) -> tuple[int, Iterator[tuple[list[Batch], list[int]]], list[int], int | None, int]:
+        """Begins a pass without the steps done: how many, the others, their rows, the first's
+        checksum and batch.
+        """
         dropped, steps, check, longest = self._passes.begin(), self._pooled(), None, 0
         sizes: list[int] = []
         for batches, lengths in itertools.islice(steps, dropped):
@@ -298,13 +350,19 @@ class DatasetStacks:
         # What ended before has an error of its own.
         if len(sizes) == dropped > 0 and rows != self._passes.rows and not self._sharded_by_workers:
             raise ValueError(
-                f"{self.what} yields {rows} rows in the {dropped} train steps that were done of the pass, where they "
-                f"had {self._passes.rows}: pass batches of as many rows as the checkpoint was made with."
+                f"{self.what} yields {rows} rows in the {dropped} train steps that were done of "
+                f"the pass, where they had {self._passes.rows}: pass batches of as many rows as "
+                "the checkpoint was made with."
             )
-        if check is not None and self._first_step is not None and check != self._first_step["checksum"]:
+        if (
+            check is not None
+            and self._first_step is not None
+            and check != self._first_step["checksum"]
+        ):
             warn(
-                f"{self.what} yields other values in this pass than before the checkpoint, or in another order: its "
-                "place is found by the number of steps alone. For another training name another checkpoint_dir."
+                f"{self.what} yields other values in this pass than before the checkpoint, or in "
+                "another order: its place is found by the number of steps alone. For another "
+                "training name another checkpoint_dir."
             )
         yield from self._steps(steps)
 
@@ -313,21 +371,27 @@ class DatasetStacks:
         for batches, lengths in steps:
             rows = sum(count(f"{self.what}: x, y and sample_weight", batch) for batch in batches)
             if not rows:
-                raise ValueError(f"{self.what} yielded only batches without rows in a whole train step.")
-            shared = not self._sharded_by_workers and (self._passes.tracked or not self.layout.all_here)
+                raise ValueError(
+                    f"{self.what} yielded only batches without rows in a whole train step."
+                )
+            shared = not self._sharded_by_workers and (
+                self._passes.tracked or not self.layout.all_here
+            )
             if shared and not self._passes.steps:
                 expected, self._rows_before = self._rows_before, None
                 if expected and expected != rows and not (self._full_rows or self._sizes.rows_vary):
                     warn(
-                        f"{self.what}: the first train step of a pass is of {rows} rows, of {expected} before the "
-                        "checkpoint. If its batches are others, train on with those that it was saved with."
+                        f"{self.what}: the first train step of a pass is of {rows} rows, of "
+                        f"{expected} before the checkpoint. If its batches are others, train on "
+                        "with those that it was saved with."
                     )
                 self._checksum = _checksum_of_rows(batches)
                 self._first_step = {"rows": rows, "checksum": self._checksum}
             if before != self._full_rows:
                 warn(
-                    f"{self.what}: a train step within a pass is of {before} rows instead of {self._full_rows}, so "
-                    "that training in other pieces is not what was saved: batch rows in one place, after all else."
+                    f"{self.what}: a train step within a pass is of {before} rows instead of "
+                    f"{self._full_rows}, so that training in other pieces is not what was saved: "
+                    "batch rows in one place, after all else."
                 )
             before = rows if self._full_rows else 0
             place = self._passes.mark()
@@ -339,7 +403,9 @@ class DatasetStacks:
         self._passes.end()
 
     def _pooled(self) -> Iterator[tuple[list[Batch], list[int]]]:
-        """Yields each step's batches, joined to one where TensorFlow pools them, and their numbers of rows."""
+        """Yields each step's batches, joined to one where TensorFlow pools them, and their numbers
+        of rows.
+        """
         batches = self._passes.iterator()
         if self._pools:
             for batch, lengths in batches:
@@ -352,7 +418,9 @@ class DatasetStacks:
 
 
 class _ReadOnceBatches:
-    """Batches that can be read once, and of which no more than `at_most` are read, if that is set."""
+    """Batches that can be read once, and of which no more than `at_most` are read, if that is
+    set.
+    """
 
     def __init__(self, batches: Iterator):
         self._batches = batches
@@ -371,14 +439,20 @@ def _checksum_of_rows(batches: list[Batch]) -> int:
 
 
 def _own_shards(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:
-    """Returns the layout for a dataset of which each worker reads all, or its own part under a policy of OFF."""
-    policy, policies = dataset.options().experimental_distribute.auto_shard_policy, tf.data.experimental.AutoShardPolicy
+    """Returns the layout for a dataset of which each worker reads all, or its own part under a
+    policy of OFF.
+    """
+    policy, policies = (
+        dataset.options().experimental_distribute.auto_shard_policy,
+        tf.data.experimental.AutoShardPolicy,
+    )
     if layout.all_here or policy in (policies.AUTO, policies.DATA):
         return layout
     if policy != policies.OFF:
         raise ValueError(
-            f"{what} has auto_shard_policy={policy.name}, which divides what is read before it is batched. Use DATA: "
-            "each worker takes its share of every batch; or OFF with a dataset that each worker has sharded itself."
+            f"{what} has auto_shard_policy={policy.name}, which divides what is read before it "
+            "is batched. Use DATA: each worker takes its share of every batch; or OFF with a "
+            "dataset that each worker has sharded itself."
         )
     local = layout.shards.stop - layout.shards.start
     return layout._replace(replicas=local, shards=slice(0, local))
@@ -393,7 +467,11 @@ def _pool(batch: Batch) -> tuple[Batch, tf.Tensor]:
         lengths = tf.fill([tf.shape(first)[0]], tf.shape(first)[1])
 
     def rows(t):
-        return t.values if isinstance(t, tf.RaggedTensor) else tf.reshape(t, tf.concat([[-1], tf.shape(t)[2:]], 0))
+        return (
+            t.values
+            if isinstance(t, tf.RaggedTensor)
+            else tf.reshape(t, tf.concat([[-1], tf.shape(t)[2:]], 0))
+        )
 
     return tf.nest.map_structure(rows, batch), lengths
 
@@ -407,21 +485,31 @@ def _dense(tensor: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor |
 
 def _require_batched(spec: Batch, what: str, needs_targets: bool, text: bool) -> None:
     if needs_targets and not tf.nest.flatten(spec.y):
-        raise ValueError(f"{what} yields no targets: it must yield (x, y) or (x, y, sample_weight).")
+        raise ValueError(
+            f"{what} yields no targets: it must yield (x, y) or (x, y, sample_weight)."
+        )
     for leaf in tf.nest.flatten(spec):
         if not isinstance(leaf, tf.TensorSpec):
             raise TypeError(f"{what} yields {leaf}: {DENSE}")
-        is_text = text and leaf.dtype == tf.string and any(leaf is each for each in tf.nest.flatten(spec.x))
+        is_text = (
+            text
+            and leaf.dtype == tf.string
+            and any(leaf is each for each in tf.nest.flatten(spec.x))
+        )
         if not (is_text or leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool):
             raise TypeError(f"{what} yields dtype {leaf.dtype.name}: {NUMBERS}")
         if leaf.shape.rank is None:
             raise ValueError(
-                f"{what} yields a tensor of unknown rank: give it a shape (output_signature, ensure_shape)."
+                f"{what} yields a tensor of unknown rank: give it a shape (output_signature, "
+                "ensure_shape)."
             )
         if leaf.shape.rank == 0:
-            raise ValueError(f"{what} is not batched: it yields scalars ({leaf}). Call .batch(batch_size) on it.")
+            raise ValueError(
+                f"{what} is not batched: it yields scalars ({leaf}). Call .batch(batch_size) on it."
+            )
     leading = {leaf.shape[0] for leaf in tf.nest.flatten(spec)} - {None}
     if len(leading) > 1:
         raise ValueError(
-            f"{what} is not batched, or x and y differ in rows: first axes {sorted(leading)}. Call .batch(batch_size)."
+            f"{what} is not batched, or x and y differ in rows: first axes {sorted(leading)}. "
+            "Call .batch(batch_size)."
         )

@@ -1,6 +1,7 @@
 """Batches that Python code yields: a PyDataset's, a generator's or a DataLoader's.
 
-`tf.data.Dataset.from_generator`, by which Keras's `fit` reads them, takes some 1.4 ms for a batch; this takes 0.1.
+`tf.data.Dataset.from_generator`, by which Keras's `fit` reads them, takes some 1.4 ms for a batch;
+this takes 0.1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class ReadAhead:
         self._may_read = threading.Semaphore(depth)
         self._error: BaseException | None = None
         self._is_closed = False
-        self._thread: threading.Thread | None = threading.Thread(target=self._read, name="fastaccum-data", daemon=True)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._read, name="fastaccum-data", daemon=True
+        )
         try:
             self._thread.start()
         except RuntimeError:  # once the main thread has ended, Python starts no other
@@ -104,18 +107,24 @@ class PythonBatches:
                 yield self._checked_copy(element)
 
     def _checked_copy(self, element: Any) -> Any:
-        """Copies an element's arrays, which whoever yields them may write over; raises ValueError for other shapes."""
+        """Copies an element's arrays, which whoever yields them may write over; raises ValueError
+        for other shapes.
+        """
         try:
             tf.nest.assert_same_structure(self.spec, element)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{self.what} yielded a batch of another structure than its first one: {error}") from None
+            raise ValueError(
+                f"{self.what} yielded a batch of another structure than its first one: {error}"
+            ) from None
         return tf.nest.map_structure(self._copy, element, self.spec)
 
     def _copy(self, array: Any, spec: Any) -> np.ndarray | None:
         if array is None and isinstance(spec, tf.OptionalSpec):
             return None
         if array is None:
-            raise ValueError(f"{self.what} yielded None where an array was expected, as its first batch had it.")
+            raise ValueError(
+                f"{self.what} yielded None where an array was expected, as its first batch had it."
+            )
         if isinstance(spec, tf.OptionalSpec):
             raise ValueError(f"{self.what} yielded an array where its first batch had None.")
         require_unmasked(self.what, array)
@@ -123,9 +132,10 @@ class PythonBatches:
         copied = np.array(dense, spec.dtype.as_numpy_dtype)
         if not spec.shape.is_compatible_with(copied.shape):
             raise ValueError(
-                f"{self.what} yielded an array of shape {copied.shape} where {spec.shape} was expected, as the first "
-                "two batches of Python code have shown, in Keras too. If it may differ, let these two differ in that "
-                "axis, or pass tf.data.Dataset.from_generator(..., output_signature=...) with None there."
+                f"{self.what} yielded an array of shape {copied.shape} where {spec.shape} was "
+                "expected, as the first two batches of Python code have shown, in Keras too. If "
+                "it may differ, let these two differ in that axis, or pass "
+                "tf.data.Dataset.from_generator(..., output_signature=...) with None there."
             )
         return copied
 

@@ -1,4 +1,6 @@
-"""Arrays that hold dense numbers, in memory or as stacks made by hand, and their rows as tensors."""
+"""Arrays that hold dense numbers, in memory or as stacks made by hand, and their rows as
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.kernels.devices import has_gpu
 
 NUMBERS = (
-    "pass numbers, with text and objects encoded beforehand; or text to a model that encodes it, without "
-    "jit_compile=True."
+    "pass numbers, with text and objects encoded beforehand; or text to a model that encodes it, "
+    "without jit_compile=True."
 )
 DENSE = (
-    "the rows of a stack have one shape. Pad them (.to_tensor(), or .padded_batch), and mask what is padding "
-    "(mask_zero, Masking, or a sample_weight of 0)."
+    "the rows of a stack have one shape. Pad them (.to_tensor(), or .padded_batch), and mask "
+    "what is padding (mask_zero, Masking, or a sample_weight of 0)."
 )
 
 
@@ -32,7 +34,9 @@ def is_sparse(leaf: object) -> bool:
 
 
 class SparseRows:
-    """A sparse array (a tf.SparseTensor, SciPy's or JAX's), whose rows become dense as they are taken."""
+    """A sparse array (a tf.SparseTensor, SciPy's or JAX's), whose rows become dense as they are
+    taken.
+    """
 
     def __init__(self, array: Any):
         if isinstance(array, tf.SparseTensor):
@@ -85,7 +89,13 @@ def as_arrays(batch: tuple, text: bool = False) -> Batch:
 def without_none(batch: Sequence[Any]) -> list[Any]:
     """Returns inputs, and nests of targets and weights with (), a nest without leaves, for None."""
     x, *others = batch
-    return [x, *(tf.nest.map_structure(lambda leaf: () if leaf is None else leaf, nest) for nest in others)]
+    return [
+        x,
+        *(
+            tf.nest.map_structure(lambda leaf: () if leaf is None else leaf, nest)
+            for nest in others
+        ),
+    ]
 
 
 def as_tensors(name: str, nest: object, text: bool = False) -> Any:
@@ -94,35 +104,52 @@ def as_tensors(name: str, nest: object, text: bool = False) -> Any:
 
 
 def as_stack(stack: object, needs_targets: bool = True, text: bool = False) -> Batch:
-    """Converts (x, y) or (x, y, sample_weight) of arrays [micro-batches, rows, ...] to tensors; a `Batch` stays."""
+    """Converts (x, y) or (x, y, sample_weight) of arrays [micro-batches, rows, ...] to tensors; a
+    `Batch` stays.
+    """
     if isinstance(stack, Batch):
         return stack
     if not isinstance(stack, (tuple, list)) or not 1 + needs_targets <= len(stack) <= 3:
         entries = f" of {len(stack)} entries" if isinstance(stack, (tuple, list)) else ""
-        raise ValueError(f"A train step takes (x, y) or (x, y, sample_weight); got {type(stack).__name__}{entries}.")
+        raise ValueError(
+            "A train step takes (x, y) or (x, y, sample_weight); got "
+            f"{type(stack).__name__}{entries}."
+        )
     if needs_targets and stack[1] is None:
         raise ValueError("y=None: a train step needs targets, as in (x, y).")
     for name, nest in zip(Batch._fields, stack, strict=False):
         checks.require_nest(name, nest)
-    batch = tf.nest.map_structure(lambda leaf: take(leaf, ...), as_arrays((*stack, None)[: max(2, len(stack))], text))
+    batch = tf.nest.map_structure(
+        lambda leaf: take(leaf, ...), as_arrays((*stack, None)[: max(2, len(stack))], text)
+    )
     if not tf.nest.flatten(batch.x):
-        raise ValueError(f"x={stack[0]!r} holds no array: a train step takes (x, y) or (x, y, sample_weight).")
+        raise ValueError(
+            f"x={stack[0]!r} holds no array: a train step takes (x, y) or (x, y, sample_weight)."
+        )
     trip_count(batch)
     shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
     if len({shape[:2] for shape in shapes}) > 1 or len(shapes[0]) < 2 or 0 in shapes[0][:2]:
         raise ValueError(
-            f"Every tensor of a stack has shape [micro-batches, rows, ...], the same first two axes in all: {shapes}."
+            "Every tensor of a stack has shape [micro-batches, rows, ...], the same first two "
+            f"axes in all: {shapes}."
         )
     return batch
 
 
 def count(what: str, batch: Batch) -> int:
-    """Counts the rows: the first axis of all arrays; raises ValueError if that differs between them."""
-    sizes = {name: [int(t.shape[0]) for t in tf.nest.flatten(nest)] for name, nest in batch._asdict().items()}
+    """Counts the rows: the first axis of all arrays; raises ValueError if that differs between
+    them.
+    """
+    sizes = {
+        name: [int(t.shape[0]) for t in tf.nest.flatten(nest)]
+        for name, nest in batch._asdict().items()
+    }
     sizes = {name: rows for name, rows in sizes.items() if rows}
     first, *others = set(itertools.chain.from_iterable(sizes.values()))
     if others:
-        raise ValueError(f"{what} have different numbers of rows: {sizes}. Pass one of each per example.")
+        raise ValueError(
+            f"{what} have different numbers of rows: {sizes}. Pass one of each per example."
+        )
     return first
 
 
@@ -132,10 +159,16 @@ def _checked(name: str, leaf: object, text: bool = False) -> np.ndarray | tf.Ten
     if isinstance(leaf, SparseRows) or is_sparse(leaf):
         return leaf if isinstance(leaf, SparseRows) else SparseRows(leaf)
     if not hasattr(leaf, "__array__"):
-        raise TypeError(f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...).")
+        raise TypeError(
+            f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...)."
+        )
     require_unmasked(name, leaf)
     with checks.naming(name):
-        array = tf.convert_to_tensor(leaf) if isinstance(leaf, (tf.Tensor, tf.Variable)) else _as_numpy(leaf)
+        array = (
+            tf.convert_to_tensor(leaf)
+            if isinstance(leaf, (tf.Tensor, tf.Variable))
+            else _as_numpy(leaf)
+        )
     try:
         dtype = _dtype(array)
     except TypeError:  # datetimes, records, long doubles: TensorFlow has none
@@ -169,13 +202,16 @@ def require_unmasked(name: str, leaf: object) -> None:
     """Raises TypeError if `leaf` is a masked array with masked elements."""
     if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
         raise TypeError(
-            f"{name} is a masked array with {int(np.ma.count_masked(leaf)):,} masked elements, which would count as if "
-            "they were not: fill them (.filled(value)), and leave them out by a sample_weight of 0."
+            f"{name} is a masked array with {int(np.ma.count_masked(leaf)):,} masked elements, "
+            "which would count as if they were not: fill them (.filled(value)), and leave them "
+            "out by a sample_weight of 0."
         )
 
 
 def model_dtype(array: np.ndarray | tf.Tensor | SparseRows) -> tf.DType:
-    """Returns the dtype in which an array reaches the model: for float64, Keras's default float, as in Keras."""
+    """Returns the dtype in which an array reaches the model: for float64, Keras's default float, as
+    in Keras.
+    """
     dtype = tf.as_dtype(array.dtype)
     return tf.as_dtype(keras.config.floatx()) if dtype == tf.float64 else dtype
 
@@ -190,11 +226,15 @@ def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
         return tf.convert_to_tensor(array[rows].astype(dtype, copy=False))
     if dtype.kind not in "fiu" or has_gpu():
         return tf.convert_to_tensor(array.take(rows, axis=0).astype(dtype, copy=False))
-    # Gathered to where TensorFlow can use it as it is: its own copy takes twice as long as the gather.
+    # Gathered to where TensorFlow can use it as it is: its own copy takes twice as long as the
+    # gather.
     taken = _aligned((*rows.shape, *array.shape[1:]), dtype)
     if array.dtype == dtype:
-        array.take(rows, axis=0, out=taken, mode="clip")  # "raise", the default, would gather into a buffer first
-    else:  # `out` would first be cast to the array's dtype, with a warning where what is in memory is no number
+        # "raise", the default, would gather into a buffer first
+        array.take(rows, axis=0, out=taken, mode="clip")
+    else:
+        # `out` would first be cast to the array's dtype, with a warning where what is in memory is
+        # no number
         taken[...] = array.take(rows, axis=0)
     return tf.experimental.dlpack.from_dlpack(taken.__dlpack__())
 

@@ -1,6 +1,8 @@
-"""The few sizes that micro-batches are filled up to, where batches have other numbers of rows, or other lengths.
+"""The few sizes that micro-batches are filled up to, where batches have other numbers of rows, or
+other lengths.
 
-A *length* is that of a tensor's second axis, behind the rows; a *rung* is one of the lengths that are padded to.
+A *length* is that of a tensor's second axis, behind the rows; a *rung* is one of the lengths that
+are padded to.
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ from fastaccum.lines import warn
 MAX_WASTED_SHARE = 0.34
 # Rows that only fill up are worth a warning above this share.
 SHARE_WORTH_A_WARNING = 0.2
-# So many steps whose rows vary show which sizes waste least. Shorter trainings do not earn their programs back.
+# So many steps whose rows vary show which sizes waste least. Shorter trainings do not earn their
+# programs back.
 STEPS_TO_LEARN = 32
-# XLA compiles a step for seconds, and saves some 2 to 10 ms a step of a small model on a CPU: with so many steps behind
-# it a training may be long enough.
+# XLA compiles a step for seconds, and saves some 2 to 10 ms a step of a small model on a CPU: with
+# so many steps behind it a training may be long enough.
 STEPS_TO_EARN = 512
 # Sizes of micro-batches beside the largest one, where rows vary.
 MOST_SMALLER_SIZES = 2
-# Checks of padding: what it adds to many steps, as to their maximum, may not show, nor what is made of the first few.
+# Checks of padding: what it adds to many steps, as to their maximum, may not show, nor what is made
+# of the first few.
 SHORT_LENGTHS = (1, 2, 3, 5, 9)
-# Where rows and lengths vary, a piece has half the rows of the first step's largest batch; they are chosen anew when a
-# batch is of more pieces than these.
+# Where rows and lengths vary, a piece has half the rows of the first step's largest batch; they are
+# chosen anew when a batch is of more pieces than these.
 MOST_PIECES = 8
 
 Lengths = tuple[int, ...]
@@ -39,12 +43,13 @@ Lengths = tuple[int, ...]
 class Sizes:
     """Arranges the rows of each train step as stacks of few shapes.
 
-    - Rows are dealt out as equal micro-batches of one size, or of the least of a few sizes that holds them: what is
-      left is filled up with rows that are not valid. The first steps that differ show which sizes waste least.
-    - Where rows must be exact, or one trace takes all of them, they stay in the batches that they came in. Where XLA
-      would compile whole steps, that ends when the training is long enough.
-    - Batches of other lengths are padded to one of a few, if the layout's `padding` shows that this changes no result;
-      if not, they keep their lengths. Each is a stack of its own then.
+    - Rows are dealt out as equal micro-batches of one size, or of the least of a few sizes that
+      holds them: what is left is filled up with rows that are not valid. The first steps that
+      differ show which sizes waste least.
+    - Where rows must be exact, or one trace takes all of them, they stay in the batches that they
+      came in. Where XLA would compile whole steps, that ends when the training is long enough.
+    - Batches of other lengths are padded to one of a few, if the layout's `padding` shows that this
+      changes no result; if not, they keep their lengths. Each is a stack of its own then.
 
     Args:
         what: the data's name in messages.
@@ -57,14 +62,18 @@ class Sizes:
         self._what = what
         self._layout = layout
         # A step of one micro-batch is computed as a whole, but for the trace that takes all sizes.
-        self._may_be_apart = layout.may_be_apart and (layout.accumulation > 1 or layout.one_trace != "never")
+        self._may_be_apart = layout.may_be_apart and (
+            layout.accumulation > 1 or layout.one_trace != "never"
+        )
         self._keeps_batches = layout.exact_rows or layout.one_trace != "never"
         self._rungs = _Rungs(spec, layout)
         self.batch_size = 0  # the rows of a micro-batch
         self._largest = 0  # the most rows of a batch that came
-        self._smaller: list[int] | None = None  # sizes that are used beside the largest, once they are chosen
+        # sizes that are used beside the largest, once they are chosen
+        self._smaller: list[int] | None = None
         self._totals: list[int] = []  # rows of the first steps, once these vary
-        self._short_sizes: list[int] = []  # of last micro-batches; the data's last one alone is one size
+        # of last micro-batches; the data's last one alone is one size
+        self._short_sizes: list[int] = []
         self._varied_steps = 0  # steps from the first that showed that rows vary; 0 before it
         self._has_whole_step = False  # a program was made for one of full micro-batches
         # Before a program is compiled for the first batch's length alone.
@@ -106,7 +115,8 @@ class Sizes:
     def arrange(self, batches: list[Batch], rows: list[int]) -> tuple[tuple[Batch, ...], bool]:
         """Returns the stacks of a step, and whether a program computes each of them by itself.
 
-        `batches` are the step's, of these numbers of `rows`; or one batch of all rows, where TensorFlow joined them.
+        `batches` are the step's, of these numbers of `rows`; or one batch of all rows, where
+        TensorFlow joined them.
         """
         rows = [count for count in rows if count]
         self._note_rows(rows)
@@ -126,9 +136,13 @@ class Sizes:
         (batch,) = _join(batches)
         return (self._deal(batch, rows),), False
 
-    def _arrange_exact(self, batches: list[Batch], rows: list[int]) -> tuple[tuple[Batch, ...], bool]:
+    def _arrange_exact(
+        self, batches: list[Batch], rows: list[int]
+    ) -> tuple[tuple[Batch, ...], bool]:
         """Arranges a step whose rows must stay in their batches."""
-        is_full = len(rows) == self._layout.accumulation and all(count == self.batch_size for count in rows)
+        is_full = len(rows) == self._layout.accumulation and all(
+            count == self.batch_size for count in rows
+        )
         if self._may_be_apart and self.rows_vary and not (is_full and self._has_whole_step):
             self._note_step_apart("rows, which may not be padded in this model")
             return self._make_stacks_apart(batches, rows), True
@@ -143,7 +157,9 @@ class Sizes:
 
     @property
     def _runs_op_by_op(self) -> bool:
-        """True where one trace takes rows that vary as they are, and XLA's programs are not worth their compilation."""
+        """True where one trace takes rows that vary as they are, and XLA's programs are not worth
+        their compilation.
+        """
         if not self.rows_vary or self._layout.one_trace == "never":
             return False
         return self._layout.one_trace == "always" or self._varied_steps <= STEPS_TO_EARN
@@ -165,10 +181,11 @@ class Sizes:
     def _require_one_replica(self) -> None:
         if self._layout.replicas > 1:
             raise ValueError(
-                f"{self._what}: the micro-batches of one train step have rows of different shapes, and nothing in the "
-                "model or its loss leaves padding out. On several replicas, make them alike: by "
-                "dataset.padded_batch(k * b).unbatch().batch(b) for k micro-batches of b rows, or by as many steps in "
-                "each k batches that a PyDataset or a generator yields."
+                f"{self._what}: the micro-batches of one train step have rows of different "
+                "shapes, and nothing in the model or its loss leaves padding out. On several "
+                "replicas, make them alike: by dataset.padded_batch(k * b).unbatch().batch(b) "
+                "for k micro-batches of b rows, or by as many steps in each k batches that a "
+                "PyDataset or a generator yields."
             )
 
     def _make_stacks_apart(self, batches: list[Batch], rows: list[int]) -> tuple[Batch, ...]:
@@ -200,8 +217,9 @@ class Sizes:
         total = sum(rows)
         if total > micro_batches * self.batch_size:
             warn(
-                f"{self._what}: batches of up to {self._largest} rows after micro-batches of {self.batch_size}; the "
-                f"train step is compiled again for {self._largest}. Put the largest batch first to compile once.",
+                f"{self._what}: batches of up to {self._largest} rows after micro-batches of "
+                f"{self.batch_size}; the train step is compiled again for {self._largest}. Put "
+                "the largest batch first to compile once.",
                 UserWarning,
             )
             if self._smaller is not None:
@@ -225,10 +243,11 @@ class Sizes:
         if share > SHARE_WORTH_A_WARNING or self._layout.one_trace == "at first":
             shown = " or ".join(map(str, sizes))
             warn(
-                f"{self._what}: batches differ in their rows. From here on XLA computes micro-batches of {shown} rows, "
-                f"and compiles each when it first comes. Of the first {len(self._totals)} updates that differ, "
-                f"{share:.0%} of the rows computed would only fill these up. For none that fills up, cut equal "
-                "batches, as dataset.unbatch().batch(batch_size) does."
+                f"{self._what}: batches differ in their rows. From here on XLA computes "
+                f"micro-batches of {shown} rows, and compiles each when it first comes. Of the "
+                f"first {len(self._totals)} updates that differ, {share:.0%} of the rows "
+                "computed would only fill these up. For none that fills up, cut equal batches, "
+                "as dataset.unbatch().batch(batch_size) does."
             )
         return smaller
 
@@ -236,16 +255,19 @@ class Sizes:
         self._steps_apart += 1
         if self._steps_apart == STEPS_TO_LEARN and self._layout.one_trace == "at first":
             warn(
-                f"{self._what}: micro-batches differ in their {what}. TensorFlow runs each as it is, op by op, since "
-                "XLA would compile a program for each size, or for a few lengths where the model leaves padding out, "
-                "for seconds each. Long trainings may earn that back (jit_compile=True); or make batches of one size "
+                f"{self._what}: micro-batches differ in their {what}. TensorFlow runs each as it "
+                "is, op by op, since XLA would compile a program for each size, or for a few "
+                "lengths where the model leaves padding out, for seconds each. Long trainings "
+                "may earn that back (jit_compile=True); or make batches of one size "
                 "(docs/guides/varying-batches.md).",
                 UserWarning,
             )
 
 
 def _least_wasteful(needed: list[int], largest: int, count: int) -> list[int]:
-    """Returns the sizes, so many at most, that beside `largest` fill up least where these sizes are needed."""
+    """Returns the sizes, so many at most, that beside `largest` fill up least where these sizes are
+    needed.
+    """
     smaller = sorted({*needed} - {largest})
     best: list[int] = []
     fewest_rows = math.inf
@@ -266,7 +288,8 @@ def _rows_computed(needed: list[int], sizes: list[int]) -> int:
 
 
 class _Rungs:
-    """The lengths that batches are padded to, of those tensors whose specs leave the second axis open.
+    """The lengths that batches are padded to, of those tensors whose specs leave the second axis
+    open.
 
     As long as all batches are of the same lengths, they stay as they are.
     """
@@ -296,7 +319,12 @@ class _Rungs:
 
     def place(self) -> Place:
         rungs = [list(rung) for rung in self._rungs]
-        return {"varies": [*self._varies], "fill": self._fill, "rungs": rungs, "empty": self._pads_empty_rows}
+        return {
+            "varies": [*self._varies],
+            "fill": self._fill,
+            "rungs": rungs,
+            "empty": self._pads_empty_rows,
+        }
 
     def restore(self, saved: Place) -> None:
         self._varies = [*saved["varies"]]
@@ -345,7 +373,9 @@ class _Rungs:
         return self._pads_empty_rows
 
     def _find_empty_rows(self, batch: Batch) -> np.ndarray:
-        """Finds the rows in which an input holds padding alone, and other rows do not: int64 [rows]."""
+        """Finds the rows in which an input holds padding alone, and other rows do not: int64
+        [rows].
+        """
         leaves = tf.nest.flatten(batch)
         is_empty = np.zeros(leaves[0].shape[0], bool)
         for j in itertools.compress(self._open, self._varies):
@@ -364,8 +394,12 @@ class _Rungs:
             self._varies = [v or a != b for v, a, b in zip(self._varies, each, first, strict=True)]
 
     def _known_rung(self, lengths: Lengths) -> Lengths | None:
-        """Returns the least rung that covers the lengths, if it wastes little or there may be no more; else None."""
-        covering = [rung for rung in self._rungs if all(a >= b for a, b in zip(rung, lengths, strict=True))]
+        """Returns the least rung that covers the lengths, if it wastes little or there may be no
+        more; else None.
+        """
+        covering = [
+            rung for rung in self._rungs if all(a >= b for a, b in zip(rung, lengths, strict=True))
+        ]
         if not covering:
             return None
         rung = min(covering, key=sum)
@@ -373,7 +407,9 @@ class _Rungs:
         return rung if wastes_little or len(self._rungs) >= self._most else None
 
     def _new_rung(self, padding: Padding, batch: Batch, lengths: Lengths) -> Lengths:
-        """Adds the rung above these lengths; those of the batch, where a table of positions ends before it."""
+        """Adds the rung above these lengths; those of the batch, where a table of positions ends
+        before it.
+        """
         above = self._raised(lengths, _raise)
         if len(self._rungs) >= self._most - 1:
             # The last one is for all lengths. What is longer still needs another one, far above it.
@@ -390,10 +426,16 @@ class _Rungs:
         return rung
 
     def _find_fill(self, padding: Padding, batch: Batch) -> float | None:
-        """Finds the value by which inputs may be padded without another result; None if there is none."""
+        """Finds the value by which inputs may be padded without another result; None if there is
+        none.
+        """
         few = _slice(batch, 0, 2)
         shortest = min(itertools.compress(self._lengths(few), self._varies))
-        parts = [self._drawn(self._cut(few, shortest - length)) for length in SHORT_LENGTHS if length < shortest]
+        parts = [
+            self._drawn(self._cut(few, shortest - length))
+            for length in SHORT_LENGTHS
+            if length < shortest
+        ]
         for fill in padding.fills:
             results = set()
             for part in parts:
@@ -403,17 +445,23 @@ class _Rungs:
                 continue
             # As they are, too. What cannot be computed for a few steps is checked thoroughly here.
             rung = self._above(self._lengths(few))
-            results.add(padding.is_same(few, self._padded(few, rung, fill), thoroughly=True not in results))
+            results.add(
+                padding.is_same(few, self._padded(few, rung, fill), thoroughly=True not in results)
+            )
             if False not in results and True in results:
                 return fill
         return None
 
     def _above(self, lengths: Lengths) -> Lengths:
         """Returns the next rung that is longer."""
-        return self._raised(tuple(n + v for n, v in zip(lengths, self._varies, strict=True)), _raise)
+        return self._raised(
+            tuple(n + v for n, v in zip(lengths, self._varies, strict=True)), _raise
+        )
 
     def _raised(self, lengths: Lengths, raise_one: Callable[[int], int]) -> Lengths:
-        return tuple(raise_one(n) if varies else n for n, varies in zip(lengths, self._varies, strict=True))
+        return tuple(
+            raise_one(n) if varies else n for n, varies in zip(lengths, self._varies, strict=True)
+        )
 
     def _lengths(self, batch: Batch) -> Lengths:
         leaves = tf.nest.flatten(batch)
@@ -427,20 +475,26 @@ class _Rungs:
         return tf.nest.pack_sequence_as(batch, leaves)
 
     def _drawn(self, batch: Batch) -> Batch:
-        """Draws the steps of inputs anew, none of which is padding then: the first may all be silence, or padding."""
+        """Draws the steps of inputs anew, none of which is padding then: the first may all be
+        silence, or padding.
+        """
         leaves = tf.nest.flatten(batch)
         for j in itertools.compress(self._open, self._varies):
             if j in self._inputs:
                 leaves[j] = _draw_like(leaves[j], seed=j)
         drawn = tf.nest.pack_sequence_as(batch, leaves)
         if drawn.weights is not None:
-            drawn = drawn._replace(sample_weight=tf.nest.map_structure(tf.ones_like, drawn.sample_weight))
+            drawn = drawn._replace(
+                sample_weight=tf.nest.map_structure(tf.ones_like, drawn.sample_weight)
+            )
         return drawn
 
     def _padded(self, batch: Batch, rung: Lengths, fill: float | None) -> Batch:
-        """Pads inputs with `fill`, weights with 0, and targets with their last ones, of which it says which are real.
+        """Pads inputs with `fill`, weights with 0, and targets with their last ones, of which it
+        says which are real.
 
-        A loss may be infinite for a target of 0, and its gradient NaN then, though it is not counted.
+        A loss may be infinite for a target of 0, and its gradient NaN then, though it is not
+        counted.
         """
         leaves = tf.nest.flatten(batch)
         real = {j: tf.ones(leaves[j].shape[:1], tf.bool) for j in self._targets}
@@ -450,7 +504,9 @@ class _Rungs:
             if j in self._inputs and tensor.dtype.is_floating:
                 value = tf.cast(fill, tensor.dtype)
             if j in self._targets:
-                real[j] = tf.broadcast_to(tf.range(length) < tensor.shape[1], [tensor.shape[0], length])
+                real[j] = tf.broadcast_to(
+                    tf.range(length) < tensor.shape[1], [tensor.shape[0], length]
+                )
                 value = tensor[:, -1:] if tensor.shape[1] else value
             leaves[j] = _pad(tensor, length, value)
         padded = tf.nest.pack_sequence_as(batch, leaves)
@@ -472,7 +528,9 @@ def _pad(tensor: tf.Tensor, length: int, value: tf.Tensor) -> tf.Tensor:
 
 
 def _draw_like(tensor: tf.Tensor, seed: int) -> tf.Tensor:
-    """Draws normal numbers; for integers, and what is 0 or 1 as a mask is, those that occur, but for 0."""
+    """Draws normal numbers; for integers, and what is 0 or 1 as a mask is, those that occur, but
+    for 0.
+    """
     values = np.unique(tensor.numpy())
     if tensor.dtype.is_floating and not np.isin(values, (0, 1)).all():
         return tf.cast(tf.random.stateless_normal(tensor.shape, seed=(0, seed)), tensor.dtype)
@@ -482,7 +540,9 @@ def _draw_like(tensor: tf.Tensor, seed: int) -> tf.Tensor:
 
 
 def _raise(length: int) -> int:
-    """Returns the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below: a third is wasted at most."""
+    """Returns the least of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is not below: a third is wasted
+    at most.
+    """
     power = _raise_to_power(length)
     between = power * 3 // 4
     return between if power > 3 and between >= length else power
@@ -516,7 +576,11 @@ def _join(batches: Sequence[Batch]) -> Iterator[Batch]:
     """Joins batches that come one after the other and have rows of one shape."""
     for _, alike in itertools.groupby(batches, _row_shapes):
         parts = list(alike)
-        yield parts[0] if len(parts) == 1 else tf.nest.map_structure(lambda *each: tf.concat(each, 0), *parts)
+        yield (
+            parts[0]
+            if len(parts) == 1
+            else tf.nest.map_structure(lambda *each: tf.concat(each, 0), *parts)
+        )
 
 
 def _one_by_one(batches: list[Batch], rows: list[int]) -> list[Batch]:

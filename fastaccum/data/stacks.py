@@ -1,4 +1,6 @@
-"""Stacks of micro-batches: what the compiled program takes, and how rows are cut, joined and padded into them."""
+"""Stacks of micro-batches: what the compiled program takes, and how rows are cut, joined and padded
+into them.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,17 @@ Place = dict[str, Any]  # of a fit in its data, as plain values: numbers, lists 
 class Batch(NamedTuple):
     """Inputs, targets, weights and validity: of one micro-batch [rows, ...], or of a stack of them.
 
-    A row that is not `valid` repeats a real one, to pad. What of a target is not `real` pads it along its second axis.
-    An empty tuple stands for "no weights", "every row is valid", "nothing is padded".
+    A row that is not `valid` repeats a real one, to pad. What of a target is not `real` pads it
+    along its second axis. An empty tuple stands for "no weights", "every row is valid", "nothing is
+    padded".
     """
 
     x: Nest
     y: Nest
     sample_weight: Nest = ()
     valid: Any = ()
-    real: Nest = ()  # like y: bool [rows], or [rows, length] of a target that is longer than what was given
+    # like y: bool [rows], or [rows, length] of a target that is longer than what was given
+    real: Nest = ()
 
     @property
     def weights(self) -> Nest:
@@ -40,13 +44,16 @@ class Batch(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Argument of one call of a program: stacks that make one step, or one stack [steps, ...] if `is_multi_step`."""
+    """Argument of one call of a program: stacks that make one step, or one stack [steps, ...] if
+    `is_multi_step`.
+    """
 
     stacks: tuple[Batch, ...]
     steps: int = 1  # those beyond hold no valid row
     is_multi_step: bool = False
     rows: int = 0  # valid ones, of this process
-    by_micro_batch: bool = False  # a program for each stack, of one micro-batch: such sizes seldom come together again
+    # a program for each stack, of one micro-batch: such sizes seldom come together again
+    by_micro_batch: bool = False
 
     @property
     def size(self) -> int:
@@ -70,7 +77,9 @@ class Padding(Protocol):
         """The values for padded inputs to try."""
 
     def is_same(self, given: Batch, padded: Batch, thoroughly: bool) -> bool | None:
-        """Tells if the padded micro-batch has the results of the one given; None where that cannot be computed."""
+        """Tells if the padded micro-batch has the results of the one given; None where that cannot
+        be computed.
+        """
 
 
 class Layout(NamedTuple):
@@ -78,7 +87,8 @@ class Layout(NamedTuple):
 
     accumulation: int  # micro-batches in a step
     steps_per_execution: int = 1  # steps in a dispatch
-    exact_rows: bool = False  # never pad, where a padded row would be felt (batch statistics); shapes then vary
+    # never pad, where a padded row would be felt (batch statistics); shapes then vary
+    exact_rows: bool = False
     may_be_apart: bool = True  # a program may compute a single micro-batch of an update
     # If one trace of such a program takes any rows and lengths, for as long as none is compiled.
     one_trace: Literal["never", "at first", "always"] = "never"
@@ -93,13 +103,16 @@ class Layout(NamedTuple):
         return self.shards == slice(0, self.replicas)
 
     def columns(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows of a micro-batch that are for this process, and which of these are more than padding."""
+        """Returns the rows of a micro-batch that are for this process, and which of these are more
+        than padding.
+        """
         size = -(-rows // self.replicas)
         if self.exact_rows and rows % self.replicas:
             raise ValueError(
-                f"A micro-batch of {rows} rows cannot be cut into equal shards for {self.replicas} replicas, and in "
-                "this model (batch statistics, added losses), its loss or its metrics a row that only pads would count:"
-                f" use a batch_size, and a number of rows, that {self.replicas} divides."
+                f"A micro-batch of {rows} rows cannot be cut into equal shards for "
+                f"{self.replicas} replicas, and in this model (batch statistics, added losses), "
+                "its loss or its metrics a row that only pads would count: use a batch_size, "
+                f"and a number of rows, that {self.replicas} divides."
             )
         own = np.arange(size * self.replicas).reshape(self.replicas, size)[self.shards].ravel()
         return np.minimum(own, rows - 1), own < rows
@@ -118,31 +131,41 @@ class Layout(NamedTuple):
 def warn_short(what: str, steps: int, wanted: int) -> None:
     """Warns that a pass, and with it the epoch, ended before as many steps as were asked for."""
     warn(
-        f"{what} ran out of data after {steps} of the {wanted} steps asked for, which ends the epoch, as in Keras. "
-        "Ask for fewer, or pass a dataset with .repeat().",
+        f"{what} ran out of data after {steps} of the {wanted} steps asked for, which ends the "
+        "epoch, as in Keras. Ask for fewer, or pass a dataset with .repeat().",
         UserWarning,
     )
 
 
 def trip_count(stack: object) -> int:
-    """Counts the micro-batches of a stack: the leading axis that all its tensors share, else ValueError."""
+    """Counts the micro-batches of a stack: the leading axis that all its tensors share, else
+    ValueError.
+    """
     shapes = [tuple(t.shape) for t in tf.nest.flatten(stack) if t is not None]
     if not shapes:
         raise ValueError("The stack holds no tensor. Pass a nest of tensors [micro-batches, ...].")
     if not all(shapes):
-        raise ValueError(f"Every tensor of a stack has shape [micro-batches, ...]; shapes={shapes} holds a scalar.")
+        raise ValueError(
+            f"Every tensor of a stack has shape [micro-batches, ...]; shapes={shapes} holds a "
+            "scalar."
+        )
     count, *others = {shape[0] for shape in shapes}
     if others:
         raise ValueError(
-            f"Tensors of one stack have different leading axes: shapes={shapes}. Stack as many micro-batches of each."
+            f"Tensors of one stack have different leading axes: shapes={shapes}. Stack as many "
+            "micro-batches of each."
         )
     if not count:
-        raise ValueError(f"A stack needs a known number of micro-batches of at least 1; shapes={shapes}.")
+        raise ValueError(
+            f"A stack needs a known number of micro-batches of at least 1; shapes={shapes}."
+        )
     return count
 
 
 def group_steps(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
-    """Groups `steps_per_execution` steps to a dispatch; what is left at the end is padded, or stays single."""
+    """Groups `steps_per_execution` steps to a dispatch; what is left at the end is padded, or stays
+    single.
+    """
     size = layout.steps_per_execution
     if size == 1:
         yield from steps
@@ -169,7 +192,9 @@ def group_steps(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]
 
 
 def _joined(dispatches: list[Dispatch], steps: int) -> Dispatch:
-    stack = tf.nest.map_structure(lambda *parts: tf.stack(parts), *(d.stacks[0] for d in dispatches))
+    stack = tf.nest.map_structure(
+        lambda *parts: tf.stack(parts), *(d.stacks[0] for d in dispatches)
+    )
     return Dispatch((stack,), steps, is_multi_step=True, rows=sum(each.rows for each in dispatches))
 
 
@@ -189,5 +214,7 @@ def split_rows(batch: Batch, lengths: list[int]) -> tuple[Batch, ...]:
     for run in runs:
         length, count = run[0], len(run)
         span = slice(start, start := start + count * length)
-        stacks.append(reshape(tf.nest.map_structure(lambda t, span=span: t[span], batch), [count, length]))
+        stacks.append(
+            reshape(tf.nest.map_structure(lambda t, span=span: t[span], batch), [count, length])
+        )
     return tuple(stacks)

@@ -1,7 +1,10 @@
-"""Deals a model's weights out to the replicas, and lays them out in the buffers that replicas exchange.
+"""Deals a model's weights out to the replicas, and lays them out in the buffers that replicas
+exchange.
 
-Gradients are reduced in rounds, in the order of the weights. Several workers gather new weights from lines: an owner's,
-one after the other, padded to one length. The buffer of a round has an equally long segment of each owner's line.
+Gradients are reduced in rounds, in the order of the weights. Several workers gather new weights
+    from lines: an owner's,
+one after the other, padded to one length. The buffer of a round has an equally long segment of each
+owner's line.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ Tensors = Sequence[tf.Tensor | tf.TensorSpec | tf.Variable | None]
 
 
 def deal(sizes: Sequence[int], replicas: int) -> list[list[int]]:
-    """Deals the places of weights out, the largest first, each to the replica with the least so far.
+    """Deals the places of weights out, the largest first, each to the replica with the least so
+    far.
 
     The first replica, whose memory is planned, gets the most.
 
@@ -40,21 +44,29 @@ def segments(owned: Sequence[Sequence[int]], tensors: Tensors) -> tuple[int, int
 
 
 def cut(tensors: Tensors) -> list[list[tuple[int, int, int]]]:
-    """Cuts tensors into rounds: the place of each with a part in the round, and where the part begins and ends."""
+    """Cuts tensors into rounds: the place of each with a part in the round, and where the part
+    begins and ends.
+    """
     line = _line(range(len(tensors)), tensors, ROUND // _dtype(tensors).size)
     rounds = itertools.groupby(line, key=lambda part: part[1])
     return [[(place, start, stop) for place, _, start, stop in parts] for _, parts in rounds]
 
 
-def pack(own: Sequence[int], tensors: Tensors, specs: Tensors, number: int, segment: int) -> tf.Tensor:
+def pack(
+    own: Sequence[int], tensors: Tensors, specs: Tensors, number: int, segment: int
+) -> tf.Tensor:
     """Returns segment `number` of an owner's line, which has these tensors."""
     found, dtype = dict(zip(own, tensors, strict=True)), _dtype(specs)
     line = (part for part in _line(own, specs, segment) if part[1] == number)
-    parts = [tf.reshape(tf.cast(found[place], dtype), [-1])[start:stop] for place, _, start, stop in line]
+    parts = [
+        tf.reshape(tf.cast(found[place], dtype), [-1])[start:stop] for place, _, start, stop in line
+    ]
     return flat([*parts, tf.zeros([segment - sum(part.shape[0] for part in parts)], dtype)])
 
 
-def unpack(own: Sequence[int], parts: Sequence[tf.Tensor], specs: Tensors) -> Iterator[tuple[int, tf.Tensor]]:
+def unpack(
+    own: Sequence[int], parts: Sequence[tf.Tensor], specs: Tensors
+) -> Iterator[tuple[int, tf.Tensor]]:
     """Yields each tensor in the segments of an owner's line, with its place."""
     position, line = 0, _line(own, specs, segment := parts[0].shape[0])
     for place, pieces in itertools.groupby(line, key=lambda piece: piece[0]):
@@ -63,11 +75,18 @@ def unpack(own: Sequence[int], parts: Sequence[tf.Tensor], specs: Tensors) -> It
             begin, position = position - number * segment, position + stop - start
             # A copy, or what the tensor is assigned to would keep the whole buffer.
             found.append(tf.raw_ops.DeepCopy(x=parts[number][begin : begin + stop - start]))
-        yield place, tf.cast(tf.reshape(tf.concat(found, 0), specs[place].shape), specs[place].dtype)
+        yield (
+            place,
+            tf.cast(tf.reshape(tf.concat(found, 0), specs[place].shape), specs[place].dtype),
+        )
 
 
-def _line(own: Sequence[int], tensors: Tensors, segment: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields a weight's place, a segment that has a part of it, and where the part begins and ends in the weight."""
+def _line(
+    own: Sequence[int], tensors: Tensors, segment: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yields a weight's place, a segment that has a part of it, and where the part begins and ends
+    in the weight.
+    """
     position = 0
     for place in own:
         size = _size(tensors[place])
@@ -79,7 +98,8 @@ def _line(own: Sequence[int], tensors: Tensors, segment: int) -> Iterator[tuple[
 
 def _dtype(tensors: Tensors) -> tf.DType:
     dtype = common_dtype(t for t in tensors if t is not None)
-    return tf.float32 if dtype == tf.bfloat16 else dtype  # which no collective of TensorFlow's takes
+    # which no collective of TensorFlow's takes
+    return tf.float32 if dtype == tf.bfloat16 else dtype
 
 
 def _size(tensor: tf.Tensor | tf.TensorSpec | tf.Variable | None) -> int:

@@ -1,4 +1,6 @@
-"""The train step of a model on several replicas: its pieces as programs, with one all-reduce between them."""
+"""The train step of a model on several replicas: its pieces as programs, with one all-reduce
+between them.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +37,30 @@ from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import Accumulated, Share
 
-SEED_STRIDE = 0x9E3779B1  # between replicas; a prime, so that seeds drawn one after the other do not meet
+# between replicas; a prime, so that seeds drawn one after the other do not meet
+SEED_STRIDE = 0x9E3779B1
 Shared = dict[str, tf.Tensor | list[tf.Tensor | None]]  # what replicas add up, by name
 Own = dict[str, Any]  # what a replica keeps of its own for the end of the step, by name
 
 
 class ReplicatedStep(Step):
-    """Trains and evaluates a model on the replicas of a strategy; a stack holds the local replicas' rows side by side.
+    """Trains and evaluates a model on the replicas of a strategy; a stack holds the local replicas'
+    rows side by side.
 
         for each replica:  sums = accumulate(its rows)          # compiled
         sums = all_reduce(sums)                                 # one flat float32 buffer
         for each replica:  finish(sums)                         # compiled
 
-    The objective and the cycle are those of one device, traced with the first replica's variables and called with every
-    replica's. All replicas finish with the same numbers, so that their variables stay equal bit for bit, also those of
-    the loss scale and the metrics. XLA cannot compile the collective: a graph calls the two programs and reduces
+    The objective and the cycle are those of one device, traced with the first replica's variables
+    and called with every replica's. All replicas finish with the same numbers, so that their
+    variables stay equal bit for bit, also those of
+    the loss scale and the metrics. XLA cannot compile the collective: a graph calls the two
+        programs and reduces
     between them.
 
-    Moving statistics are averaged over the replicas; random masks differ between replicas. Several losses, whose
-    denominators must be known before the first gradient, take one more all-reduce, of a few scalars.
+    Moving statistics are averaged over the replicas; random masks differ between replicas. Several
+    losses, whose denominators must be known before the first gradient, take one more all-reduce, of
+    a few scalars.
     """
 
     def __init__(
@@ -68,21 +75,26 @@ class ReplicatedStep(Step):
     ):
         if unknown := metrics.unknown_states:
             raise ValueError(
-                f"metrics={unknown} are of classes of your own, whose states cannot be added up over replicas unless "
-                "they are sums: derive them from keras.metrics.Mean or Sum, or pass fn(y_true, y_pred)."
+                f"metrics={unknown} are of classes of your own, whose states cannot be added up "
+                "over replicas unless they are sums: derive them from keras.metrics.Mean or "
+                "Sum, or pass fn(y_true, y_pred)."
             )
         if names := model.unmanaged_state:
             raise ValueError(
-                f"The model's call assigns {names}, tf.Variables that no layer has made by `add_weight`: under "
-                f"{type(replicas.strategy).__name__}, make them by self.add_weight(..., trainable=False)."
+                f"The model's call assigns {names}, tf.Variables that no layer has made by "
+                f"`add_weight`: under {type(replicas.strategy).__name__}, make them by "
+                "self.add_weight(..., trainable=False)."
             )
         if model.overrides("compute_metrics"):
             raise ValueError(
-                f"{type(model.model).__name__} overrides compute_metrics, whose results cannot be added up over "
-                "replicas: update metrics of the model's own in compute_loss or call, or pass metrics=[...]."
+                f"{type(model.model).__name__} overrides compute_metrics, whose results cannot "
+                "be added up over replicas: update metrics of the model's own in compute_loss "
+                "or call, or pass metrics=[...]."
             )
         self._replicas = replicas
-        self._optimizers = [part for part in optimizer.parts if private.optimizer_strategy.exists(part)]
+        self._optimizers = [
+            part for part in optimizer.parts if private.optimizer_strategy.exists(part)
+        ]
         for part in self._optimizers:  # that of the scope in which it was made, if any
             private.optimizer_strategy.set(part, replicas.strategy)
         replicas.mirror(model.trainable_variables)  # LoRA may be enabled outside the scope
@@ -91,7 +103,9 @@ class ReplicatedStep(Step):
         replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
         losses.replicas = replicas.count
         with first_components():
-            step = self._step = ModelStep(model, outputs, losses, metrics, optimizer, options, options.uses_xla)
+            step = self._step = ModelStep(
+                model, outputs, losses, metrics, optimizer, options, options.uses_xla
+            )
             self._seeds = model.seeds
         self.objective, self.cycle, self.running = step.objective, step.cycle, step.running
         self._statistics = [v for v in self.objective.state if v.dtype.is_floating]
@@ -111,23 +125,32 @@ class ReplicatedStep(Step):
         )
         for program in (self._counter, self._executor, self._evaluator):
             program.anew = self.retrace
-        self._executor.admit = functools.partial(self._admit_graph, [self._accumulate, *self._ends], True)
-        self._evaluator.admit = functools.partial(self._admit_graph, [self._sum, self._total], False)
+        self._executor.admit = functools.partial(
+            self._admit_graph, [self._accumulate, *self._ends], True
+        )
+        self._evaluator.admit = functools.partial(
+            self._admit_graph, [self._sum, self._total], False
+        )
         # The logical devices of a host share its memory.
         self.sharing = len(replicas.devices) if "CPU" in replicas.devices[0] else 1
 
     def _mirror_weights(self, losses: Losses) -> None:
         """Gives the variables among the weights of losses a component on every replica."""
         variables = losses.weight_variables
-        plain = [v.name for v in variables if isinstance(v, tf.Variable) and not self._replicas.holds(v)]
+        plain = [
+            v.name for v in variables if isinstance(v, tf.Variable) and not self._replicas.holds(v)
+        ]
         if plain:
             raise ValueError(
-                f"loss_weights holds {plain}, made outside the strategy's scope: make it inside, or a keras.Variable."
+                f"loss_weights holds {plain}, made outside the strategy's scope: make it inside, "
+                "or a keras.Variable."
             )
         self._replicas.mirror([v for v in variables if isinstance(v, keras.Variable)])
 
     def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
-        """Makes the slots, and gives all of the optimizer's variables a component on every replica."""
+        """Makes the slots, and gives all of the optimizer's variables a component on every
+        replica.
+        """
         if not optimizer.optimizer.built:
             with self._replicas.strategy.scope():
                 optimizer.optimizer.build(model.trainable_variables)
@@ -140,23 +163,36 @@ class ReplicatedStep(Step):
         return [self._finish]
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Keeps the optimizers inside the block from reducing, or updating on other devices, in a replica's trace."""
+        """Keeps the optimizers inside the block from reducing, or updating on other devices, in a
+        replica's trace.
+        """
         return replaced(
-            [(part, private.optimizer_strategy.name, tf.distribute.get_strategy()) for part in self._optimizers]
+            [
+                (part, private.optimizer_strategy.name, tf.distribute.get_strategy())
+                for part in self._optimizers
+            ]
         )
 
     # On one replica, compiled.
 
-    def _accumulated(self, replica: tf.Tensor, counts: tf.Tensor | None, *stacks: Batch) -> tuple[Shared, Own]:
-        """Returns the sums that replicas add up, and the state that this replica keeps for the end of the step."""
+    def _accumulated(
+        self, replica: tf.Tensor, counts: tf.Tensor | None, *stacks: Batch
+    ) -> tuple[Shared, Own]:
+        """Returns the sums that replicas add up, and the state that this replica keeps for the end
+        of the step.
+        """
         objective, count = self.objective, self._replicas.count
         state = [v.read_value() for v in objective.state]  # before seeds are the replica's own
         with self._metrics_from_zero() as reached, self._own_masks(replica):
-            sums = self.cycle.accumulate(*stacks, counts=None if counts is None else tf.unstack(counts))
+            sums = self.cycle.accumulate(
+                *stacks, counts=None if counts is None else tf.unstack(counts)
+            )
         # The stacks of workers may differ in size, and so may what the scale was divided by.
         typical = objective.typical_weight(stacks)
         shared = {
-            "gradients": [None if g is None else g * tf.constant(typical, g.dtype) for g in sums.gradients],
+            "gradients": [
+                None if g is None else g * tf.constant(typical, g.dtype) for g in sums.gradients
+            ],
             "statistics": [tf.cast(v.read_value(), tf.float32) / count for v in self._statistics],
             "loss_sum": sums.loss_sum,
             "weight_sum": sums.weight_sum,
@@ -168,7 +204,9 @@ class ReplicatedStep(Step):
     def accumulated(self, shared: Shared, state: list[tf.Tensor]) -> Accumulated:
         """Returns the sums over all replicas as the cycle takes them."""
         scale = self.cycle.loss_scale.scale()
-        return Accumulated(shared["gradients"], shared["loss_sum"], shared["weight_sum"], scale, state, {})
+        return Accumulated(
+            shared["gradients"], shared["loss_sum"], shared["weight_sum"], scale, state, {}
+        )
 
     def _finished(
         self, shared: Shared, state: list[tf.Tensor], seen: tf.Tensor, share: Share | None = None
@@ -177,7 +215,9 @@ class ReplicatedStep(Step):
         for variable, mean in zip(self._statistics, shared["statistics"], strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
         sums = self.accumulated(shared, state)
-        result = self.cycle.finish(sums, tf.equal(shared["working"], float(self._replicas.count)) & in_range, share)
+        result = self.cycle.finish(
+            sums, tf.equal(shared["working"], float(self._replicas.count)) & in_range, share
+        )
         result = self.running.add_step(sums.scale, result, shared["rows"])
         return self.running.report(result, fine=in_range), shared["working"]
 
@@ -186,24 +226,36 @@ class ReplicatedStep(Step):
             sums = self.objective.evaluate(*stacks)
         return {"sums": sums, **self._common(reached)}, self.running.index_checks.seen()
 
-    def _totalled(self, shared: Shared, seen: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+    def _totalled(
+        self, shared: Shared, seen: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         return shared["sums"], self._take_over(shared, seen), shared["working"]
 
     def _common(self, reached: list[tf.Tensor]) -> Shared:
-        """Returns what train steps and evaluations add up: metrics, and counts of replicas at work and in range."""
+        """Returns what train steps and evaluations add up: metrics, and counts of replicas at work
+        and in range.
+        """
         in_range = self.running.index_checks.in_range()
-        return {"metrics": reached, "in_range": tf.cast(in_range, tf.float32), "working": tf.constant(1.0)}
+        return {
+            "metrics": reached,
+            "in_range": tf.cast(in_range, tf.float32),
+            "working": tf.constant(1.0),
+        }
 
     def _take_over(self, shared: Shared, seen: tf.Tensor) -> tf.Tensor:
         """Updates metrics and index checks; returns if every replica's indices are in range."""
-        for variable, value in zip(self.running.micro_batch_variables, shared["metrics"], strict=True):
+        for variable, value in zip(
+            self.running.micro_batch_variables, shared["metrics"], strict=True
+        ):
             variable.assign(variable + tf.cast(value, variable.dtype))
         self.running.index_checks.assign(seen)
         return tf.equal(shared["in_range"], shared["working"])
 
     @contextlib.contextmanager
     def _metrics_from_zero(self) -> Iterator[list[tf.Tensor]]:
-        """Starts the metrics from zero inside the block, and yields a list that gets their values at its end."""
+        """Starts the metrics from zero inside the block, and yields a list that gets their values
+        at its end.
+        """
         variables = self.running.micro_batch_variables
         with restored(variables):
             for variable in variables:
@@ -214,7 +266,9 @@ class ReplicatedStep(Step):
 
     @contextlib.contextmanager
     def _own_masks(self, replica: tf.Tensor) -> Iterator[None]:
-        """Offsets random seeds by the replica inside the block; outside all share the seeds that are saved."""
+        """Offsets random seeds by the replica inside the block; outside all share the seeds that
+        are saved.
+        """
         for seed in self._seeds:
             seed.assign_add(_offset(seed, replica))
         yield
@@ -233,8 +287,11 @@ class ReplicatedStep(Step):
         accumulate = self._accumulate(replicas.ids[0], counts[0], *shards[0])
         ends = self._trace_ends(*accumulate.outputs)
         replicas.synchronize()
-        # The gradient of a tf.py_function is that of its last call, which is to be the same replica's: one by one.
-        calls_python = not self.objective.options.uses_xla and list_python_calls(accumulate.concrete.graph)
+        # The gradient of a tf.py_function is that of its last call, which is to be the same
+        # replica's: one by one.
+        calls_python = not self.objective.options.uses_xla and list_python_calls(
+            accumulate.concrete.graph
+        )
         sums: list[tuple[Shared, Own]] = []
         for i, (replica, count, shard) in enumerate(zip(replicas.ids, counts, shards, strict=True)):
             before = tf.nest.flatten(sums) if calls_python else []
@@ -247,7 +304,9 @@ class ReplicatedStep(Step):
         """Traces the programs of `_ends` for the specs of what `_accumulated` returns."""
         return [self._finish(shared, own["state"], own["seen"])]
 
-    def _run_ends(self, ends: list[TracedProgram], sums: list[tuple[Shared, Own]]) -> list[tuple[Executed, tf.Tensor]]:
+    def _run_ends(
+        self, ends: list[TracedProgram], sums: list[tuple[Shared, Own]]
+    ) -> list[tuple[Executed, tf.Tensor]]:
         """Reduces what each local replica has accumulated, and ends the step on each."""
         (finish,) = ends
         totals = self._replicas.all_reduce([shared for shared, _ in sums])
@@ -255,7 +314,9 @@ class ReplicatedStep(Step):
         given = enumerate(zip(totals, sums, strict=True))
         return [finish(i, total, own["state"], seen) for i, (total, (_, own)) in given]
 
-    def _evaluate_on_all(self, *stacks: Batch) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _evaluate_on_all(
+        self, *stacks: Batch
+    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor, tf.Tensor]:
         replicas, shards = self._replicas, self._shards(stacks)
         sums = self._sum(*shards[0])
         total = self._total(*sums.outputs)
@@ -269,7 +330,8 @@ class ReplicatedStep(Step):
         """Splits the rows of the stacks by local replica."""
         count = len(self._replicas.devices)
         return [
-            [tf.nest.map_structure(lambda t, i=i: tf.split(t, count, 1)[i], s) for s in stacks] for i in range(count)
+            [tf.nest.map_structure(lambda t, i=i: tf.split(t, count, 1)[i], s) for s in stacks]
+            for i in range(count)
         ]
 
     # Called by the host.
@@ -280,7 +342,9 @@ class ReplicatedStep(Step):
 
     @property
     def _gradient_bytes(self) -> int:
-        return sum(math.prod(v.shape) * accumulator_dtype(v.dtype).size for v in self.cycle.variables)
+        return sum(
+            math.prod(v.shape) * accumulator_dtype(v.dtype).size for v in self.cycle.variables
+        )
 
     @property
     def advice(self) -> list[str]:
@@ -296,11 +360,15 @@ class ReplicatedStep(Step):
     ) -> AbstractContextManager[None]:
         """Admits a replica's programs with the first run of the graph that calls them."""
         stacks, _ = graph.structured_input_signature
-        captured = [handle for each in programs for own in each.last.captured.values() for handle in own]
+        captured = [
+            handle for each in programs for own in each.last.captured.values() for handle in own
+        ]
         concrete = [each.last.concrete for each in programs if 0 in each.last.captured]
         dispatch = Dispatch(stacks[1:] if training else stacks)
         is_compiled = self.objective.options.uses_xla
-        return self._admit(FirstRun(concrete, captured, dispatch, training, is_compiled=is_compiled))
+        return self._admit(
+            FirstRun(concrete, captured, dispatch, training, is_compiled=is_compiled)
+        )
 
     def retrace(self) -> None:
         self._step.retrace()
@@ -313,7 +381,8 @@ class ReplicatedStep(Step):
         return [self._accumulate, *self._ends, self._count]
 
     def _dispatch(self, dispatch: Dispatch) -> Executed:
-        # The collective cannot be in a compiled loop, and steps that only pad the dispatch are left out.
+        # The collective cannot be in a compiled loop, and steps that only pad the dispatch are left
+        # out.
         for stacks in self._steps(dispatch):
             several = self.objective.has_several_terms
             with self._replicas.in_step("run"):
@@ -348,11 +417,13 @@ class ReplicatedStep(Step):
         replicas, place = self._replicas, ""
         if replicas.workers > 1:
             place = (
-                f"Among the rows of worker {replicas.worker} of {replicas.workers} (what is wrong may be among "
-                "another's: see its error): "
+                f"Among the rows of worker {replicas.worker} of {replicas.workers} (what is "
+                "wrong may be among another's: see its error): "
             )
         if dispatch.is_multi_step:
-            dispatch = dispatch._replace(stacks=tf.nest.map_structure(lambda t: t[: dispatch.steps], dispatch.stacks))
+            dispatch = dispatch._replace(
+                stacks=tf.nest.map_structure(lambda t: t[: dispatch.steps], dispatch.stacks)
+            )
         with first_components():
             self._step._require(executed, dispatch, place)
         self._require_in_range(executed.indices, False)
@@ -369,28 +440,38 @@ class ReplicatedStep(Step):
         self.running.index_checks.require(seen)
         if not in_range:
             raise ValueError(
-                "Another worker has seen labels or ids that are out of range: its error says which. Nothing was "
-                "updated with them."
+                "Another worker has seen labels or ids that are out of range: its error says "
+                "which. Nothing was updated with them."
             )
 
     # One pass over the data.
 
-    def _lockstep(self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool) -> Iterator[Dispatch]:
+    def _lockstep(
+        self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool
+    ) -> Iterator[Dispatch]:
         if self._replicas.workers == 1:
             yield from dispatches
             return
         known = stacks.steps_per_epoch
         if self.holders and training and not known:
-            raise ValueError("Workers that share slots out need data of known length: pass steps_per_epoch.")
+            raise ValueError(
+                "Workers that share slots out need data of known length: pass steps_per_epoch."
+            )
         if training:
-            rates = [tf.convert_to_tensor(raw(each.learning_rate)).numpy().item() for each in self._optimizers]
+            rates = [
+                tf.convert_to_tensor(raw(each.learning_rate)).numpy().item()
+                for each in self._optimizers
+            ]
             advice = "Give a callback that sets it to all, or to none."
-            self._replicas.require_same(advice, **{f"learning_rate{i or ''}": rate for i, rate in enumerate(rates)})
+            self._replicas.require_same(
+                advice, **{f"learning_rate{i or ''}": rate for i, rate in enumerate(rates)}
+            )
         first = next(dispatches)
         self._replicas.require_same(
-            f"Every worker must be given the same {stacks.what}, in the same order (a shuffle needs a seed), with the "
-            "same batch_size and gradient_accumulation_steps; or a dataset of its own, with as many batches as the "
-            "others', under auto_shard_policy OFF.",
+            f"Every worker must be given the same {stacks.what}, in the same order (a shuffle "
+            "needs a seed), with the same batch_size and gradient_accumulation_steps; or a "
+            "dataset of its own, with as many batches as the others', under auto_shard_policy "
+            "OFF.",
             steps_in_a_pass=known or 0,
             gradient_accumulation_steps=stacks.layout.accumulation,
             data=stacks.checksum(),
@@ -398,7 +479,9 @@ class ReplicatedStep(Step):
         before, self._length_known = self._length_known, bool(known)
         try:
             yield from itertools.chain([first], dispatches)
-            if not known and (others := self._without_data(self._accumulate if training else self._sum)):
+            if not known and (
+                others := self._without_data(self._accumulate if training else self._sum)
+            ):
                 raise self._apart(others)
         finally:
             self._length_known = before
@@ -406,18 +489,22 @@ class ReplicatedStep(Step):
     def _without_data(self, program: ReplicaProgram) -> int:
         """Takes part in a round without data; returns how many replicas had some."""
         shared, _ = program.last.outputs
-        nothing = tf.nest.map_structure(lambda s: None if s is None else tf.zeros(s.shape, s.dtype), shared)
+        nothing = tf.nest.map_structure(
+            lambda s: None if s is None else tf.zeros(s.shape, s.dtype), shared
+        )
         return int(self._replicas.all_reduce([nothing] * len(self._replicas.devices))[0]["working"])
 
     def _require_all(self, working: tf.Tensor) -> None:
-        # Waits for the step, so only where a worker's data may have ended: it does not come to the next one.
+        # Waits for the step, so only where a worker's data may have ended: it does not come to the
+        # next one.
         if not self._length_known and int(working) < self._replicas.count:
             raise self._apart(int(working))
 
     def _apart(self, working: int) -> WorkersDifferError:
         return WorkersDifferError(
-            f"The workers' data ended at different steps: {working} of {self._replicas.count} replicas still had some. "
-            "Nothing was updated with it. Give all workers as many batches, or pass steps_per_epoch (or steps)."
+            f"The workers' data ended at different steps: {working} of {self._replicas.count} "
+            "replicas still had some. Nothing was updated with it. Give all workers as many "
+            "batches, or pass steps_per_epoch (or steps)."
         )
 
 
@@ -429,4 +516,6 @@ def widest(seen: Sequence[tf.Tensor]) -> tf.Tensor:
 
 def _offset(seed: tf.Variable, replica: tf.Tensor) -> tf.Tensor:
     own = tf.cast(replica * SEED_STRIDE, seed.dtype)
-    return tf.one_hot(0, seed.shape[0], on_value=own, off_value=tf.zeros([], seed.dtype), dtype=seed.dtype)
+    return tf.one_hot(
+        0, seed.shape[0], on_value=own, off_value=tf.zeros([], seed.dtype), dtype=seed.dtype
+    )

@@ -1,4 +1,6 @@
-"""Messages of worker processes beside the collectives, and the errors of workers that differ, fail or stay away."""
+"""Messages of worker processes beside the collectives, and the errors of workers that differ, fail
+or stay away.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ R = TypeVar("R")
 TIMEOUT = "FASTACCUM_WORKER_TIMEOUT"  # seconds, in the environment
 # Between two looks at whether the others are still there, of one that waits for them.
 LOOK_EVERY_S = 1.0
-# In every process alike, whichever model they are about: the workers' calls are the same, in the same order.
+# In every process alike, whichever model they are about: the workers' calls are the same, in the
+# same order.
 _rounds = itertools.count()
 _entrance = threading.Lock()  # to a Trainer
 _CALLS = "fastaccum_calls"  # an attribute of a Trainer: its calls that go on, with their threads
@@ -37,8 +40,11 @@ class WorkersDifferError(ValueError):
     """Raised on every worker where the workers were given different arguments, data or programs."""
 
 
-def abort_peers_on_error(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Decorates a Trainer's method: one thread at a time calls it, and an error here ends the other workers' waits.
+def abort_peers_on_error(
+    method: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R]:
+    """Decorates a Trainer's method: one thread at a time calls it, and an error here ends the other
+    workers' waits.
 
     Its errors show the caller's lines, and not those of fastaccum.
     """
@@ -60,9 +66,10 @@ def abort_peers_on_error(method: Callable[Concatenate[Any, P], R]) -> Callable[C
                     raise
                 updates = int(self.optimizer.iterations.numpy())
                 raise WorkerLostError(
-                    f"Worker {replicas.worker} of {replicas.workers} lost another one after {updates} updates, in "
-                    f"{method.__name__}: {_cause(error)} No update is half done, but these workers cannot go on "
-                    "together: restart all of them, from the last checkpoint."
+                    f"Worker {replicas.worker} of {replicas.workers} lost another one after "
+                    f"{updates} updates, in {method.__name__}: {_cause(error)} No update is half "
+                    "done, but these workers cannot go on together: restart all of them, from "
+                    "the last checkpoint."
                 ) from error
 
     return call
@@ -70,15 +77,18 @@ def abort_peers_on_error(method: Callable[Concatenate[Any, P], R]) -> Callable[C
 
 @contextlib.contextmanager
 def _in_one_thread(trainer: Any, name: str) -> Iterator[None]:
-    """Raises RuntimeError while another thread is in a method of the Trainer; any number may predict."""
+    """Raises RuntimeError while another thread is in a method of the Trainer; any number may
+    predict.
+    """
     mine = threading.current_thread(), name
     with _entrance:
         calls: list[tuple[threading.Thread, str]] = vars(trainer).setdefault(_CALLS, [])
         for thread, running in tuple(calls):
             if thread is not mine[0] and not running == name == "predict":
                 raise RuntimeError(
-                    f"{name}: this Trainer is in use by {running} in the thread {thread.name!r}, and belongs to "
-                    "one thread at a time: wait for that call to end, or make another Trainer, of another model."
+                    f"{name}: this Trainer is in use by {running} in the thread {thread.name!r}, "
+                    "and belongs to one thread at a time: wait for that call to end, or make "
+                    "another Trainer, of another model."
                 )
         calls.append(mine)
     try:
@@ -95,7 +105,9 @@ def _cause(error: tf.errors.OpError) -> str:
 
 
 def timeout() -> float:
-    """Reads from the environment the seconds for which workers wait; raises ValueError for anything else."""
+    """Reads from the environment the seconds for which workers wait; raises ValueError for anything
+    else.
+    """
     given = os.environ.get(TIMEOUT, "600")
     with contextlib.suppress(ValueError):
         if 0 < float(given) < threading.TIMEOUT_MAX:
@@ -106,8 +118,8 @@ def timeout() -> float:
 class Workers:
     """Exchanges messages between the processes that train together.
 
-    Messages go through the key-value store of TensorFlow's coordination service. A collective would wait for ever for
-    a worker that calls another one.
+    Messages go through the key-value store of TensorFlow's coordination service. A collective would
+    wait for ever for a worker that calls another one.
     """
 
     def __init__(self, worker: int, workers: int):
@@ -120,12 +132,17 @@ class Workers:
         return self.worker == 0
 
     def exchange(self, text: str) -> list[str]:
-        """Returns every worker's text; raises WorkerLostError if a worker has failed, or does not come in time."""
+        """Returns every worker's text; raises WorkerLostError if a worker has failed, or does not
+        come in time.
+        """
         if self.workers == 1:
             return [text]
         this, end = next(_rounds), time.monotonic() + timeout()
         self.tell(f"said/{this}", text)
-        texts = [text if i == self.worker else self.hear(f"said/{this}", i, end) for i in range(self.workers)]
+        texts = [
+            text if i == self.worker else self.hear(f"said/{this}", i, end)
+            for i in range(self.workers)
+        ]
         if this:  # all are here, so all have read what was said before
             self.forget(f"said/{this - 1}")
         return texts
@@ -156,15 +173,16 @@ class Workers:
 
     def _died(self, who: str, error: tf.errors.OpError) -> WorkerLostError:
         return WorkerLostError(
-            f"Worker {self.worker} of {self.workers} lost {who}: {_cause(error)} Restart all of them, from the last "
-            "checkpoint."
+            f"Worker {self.worker} of {self.workers} lost {who}: {_cause(error)} Restart all of "
+            "them, from the last checkpoint."
         )
 
     def lost(self, what: str) -> WorkerLostError:
         """Returns the error of workers that did not come, and reports it to the others."""
         error = WorkerLostError(
-            f"After {timeout():g} s {what}. It may be stopped, at work on something else, or in another call. Restart "
-            f"all workers, from the last checkpoint; {TIMEOUT}=SECONDS in the environment lets them wait for longer."
+            f"After {timeout():g} s {what}. It may be stopped, at work on something else, or in "
+            f"another call. Restart all workers, from the last checkpoint; {TIMEOUT}=SECONDS in "
+            "the environment lets them wait for longer."
         )
         self.report(error)
         return error
@@ -180,15 +198,22 @@ class Workers:
             private.context.context().report_error_to_cluster(tf.errors.ABORTED, message[:1000])
 
     def require_same(self, advice: str, **numbers: float) -> None:
-        """Raises WorkersDifferError, with advice, on every worker if the workers differ in one of the numbers."""
-        for name, column in zip(numbers, zip(*self.gather(list(numbers.values())), strict=True), strict=True):
+        """Raises WorkersDifferError, with advice, on every worker if the workers differ in one of
+        the numbers.
+        """
+        for name, column in zip(
+            numbers, zip(*self.gather(list(numbers.values())), strict=True), strict=True
+        ):
             if len(set(column)) > 1:
                 raise WorkersDifferError(
-                    f"Workers differ in {name.replace('_', ' ')}: {list(column)}, in their order. {advice}"
+                    f"Workers differ in {name.replace('_', ' ')}: {list(column)}, in their "
+                    f"order. {advice}"
                 )
 
     def require_alike(self, call: str, **description: object) -> None:
-        """Raises WorkersDifferError on every worker unless all are in this call, with one description of it."""
+        """Raises WorkersDifferError on every worker unless all are in this call, with one
+        description of it.
+        """
         text = json.dumps([call, state.plain(description)])
         if len(set(self.exchange(hashlib.sha256(text.encode()).hexdigest()))) == 1:
             return
@@ -197,13 +222,15 @@ class Workers:
         of_other, of_this = f"worker {other}", f"this one, worker {self.worker}"
         their_call, theirs = json.loads(texts[other])
         if their_call == call:
-            found = state.differences(theirs, json.loads(text)[1], words=f"{{}} on {of_other}, {{}} on {of_this}")
+            found = state.differences(
+                theirs, json.loads(text)[1], words=f"{{}} on {of_other}, {{}} on {of_this}"
+            )
         else:
             found = [f"{of_other} is in {their_call}, {of_this}, in {call}"]
         more = f"; and {len(found) - 10} more" if len(found) > 10 else ""
         raise WorkersDifferError(
-            f"Workers differ, and nothing was trained: {'; '.join(found[:10])}{more}. Run the same program on all, "
-            "with the same arguments, files and versions."
+            f"Workers differ, and nothing was trained: {'; '.join(found[:10])}{more}. Run the "
+            "same program on all, with the same arguments, files and versions."
         )
 
     def missing(self, step: str) -> list[int]:
@@ -220,8 +247,8 @@ class Workers:
     def in_step(self, part: str) -> Iterator[None]:
         """Ends a wait for the other workers inside the block if one of them does not come in time.
 
-        All workers come to a `part` in the same order, but one may read a step's logs before the next step, and another
-        after it.
+        All workers come to a `part` in the same order, but one may read a step's logs before the
+        next step, and another after it.
         """
         if self.workers == 1:
             yield
@@ -235,12 +262,15 @@ class Workers:
 
 
 class _Watch(threading.Thread):
-    """Watches a step's collective, which waits without end, and reports the workers that have not come to the step.
+    """Watches a step's collective, which waits without end, and reports the workers that have not
+    come to the step.
 
-    A worker that waits for long says that it is in the step, so that a worker that computes for long is not missed.
+    A worker that waits for long says that it is in the step, so that a worker that computes for
+    long is not missed.
     """
 
-    at: tuple[Workers, str] | None = None  # with the part and the number of the step; None between two steps
+    # with the part and the number of the step; None between two steps
+    at: tuple[Workers, str] | None = None
 
     def __init__(self) -> None:
         super().__init__(name="fastaccum-workers", daemon=True)
@@ -257,12 +287,18 @@ class _Watch(threading.Thread):
             if at is None:
                 continue
             (workers, step), waited = at, time.monotonic() - since
-            with contextlib.suppress(tf.errors.OpError):  # of a cluster that is no more: the step fails by itself
+            # of a cluster that is no more: the step fails by itself
+            with contextlib.suppress(tf.errors.OpError):
                 if not said and waited > grace:
-                    private.context.context().set_config_key_value(_key(f"in/{step}", workers.worker), "")
+                    private.context.context().set_config_key_value(
+                        _key(f"in/{step}", workers.worker), ""
+                    )
                     said = True
                 if said and waited > timeout() + grace and (missing := workers.missing(step)):
-                    workers.lost(f"workers {missing} have not come to the step that worker {workers.worker} is in")
+                    workers.lost(
+                        f"workers {missing} have not come to the step that worker "
+                        f"{workers.worker} is in"
+                    )
                     at = None
 
 

@@ -1,4 +1,6 @@
-"""Reads XLA's buffer assignment: the buffers alive at a program's peak, by kind, layer and operation."""
+"""Reads XLA's buffer assignment: the buffers alive at a program's peak, by kind, layer and
+operation.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,29 @@ class StepMemory:
         return sorted(self.buffers, key=lambda buffer: -buffer.bytes)
 
 
-def program_buffers(proto: HloProto, layers: Collection[str], trained: Iterable[tuple[int, ...]]) -> list[Buffer]:
-    """Lists the buffers at a program's peak besides its arguments: temporary ones, and outputs that alias no input.
+def program_buffers(
+    proto: HloProto, layers: Collection[str], trained: Iterable[tuple[int, ...]]
+) -> list[Buffer]:
+    """Lists the buffers at a program's peak besides its arguments: temporary ones, and outputs that
+    alias no input.
 
-    `layers` are names; `trained` has the shapes of the variables whose gradients the program accumulates.
+    `layers` are names; `trained` has the shapes of the variables whose gradients the program
+    accumulates.
     """
     module = _Module(proto, layers, {tuple(shape) for shape in trained if len(shape)})
     assignment, found = proto.buffer_assignment, []
     alive = _alive_at_peak(assignment)
     for allocation in assignment.buffer_allocations:
-        if allocation.is_entry_computation_parameter or allocation.is_constant or allocation.is_thread_local:
+        if (
+            allocation.is_entry_computation_parameter
+            or allocation.is_constant
+            or allocation.is_thread_local
+        ):
             continue
-        ids = [each.logical_buffer_id for each in sorted(allocation.assigned, key=lambda each: -each.size)]
+        ids = [
+            each.logical_buffer_id
+            for each in sorted(allocation.assigned, key=lambda each: -each.size)
+        ]
         groups = [alive[i] for i in ids if i in alive] if not allocation.maybe_live_out else []
         buffers = [module.buffer(group) for group in groups or [ids]]
         if not groups:
@@ -76,7 +89,9 @@ def program_buffers(proto: HloProto, layers: Collection[str], trained: Iterable[
 
 
 def _alive_at_peak(assignment: HloProto) -> dict[int, list[int]]:
-    """Maps the first value of each buffer that is alive at its heap's peak to all values that share the buffer."""
+    """Maps the first value of each buffer that is alive at its heap's peak to all values that share
+    the buffer.
+    """
     sizes = {b.id: b.size for b in assignment.logical_buffers}
     alive: dict[int, list[int]] = {}
     for trace in assignment.heap_simulator_traces:
@@ -105,18 +120,26 @@ def _alive_at_peak(assignment: HloProto) -> dict[int, list[int]]:
 
 
 class _Module:
-    """A compiled module, which says of its values what they hold and which operation computed them."""
+    """A compiled module, which says of its values what they hold and which operation computed
+    them.
+    """
 
-    def __init__(self, proto: HloProto, layers: Collection[str], trained: Collection[tuple[int, ...]]):
+    def __init__(
+        self, proto: HloProto, layers: Collection[str], trained: Collection[tuple[int, ...]]
+    ):
         computations = proto.hlo_module.computations
         self._computations = {c.id: c for c in computations}
         self._instructions = {i.id: i for c in computations for i in c.instructions}
         self._values = {b.id: b for b in proto.buffer_assignment.logical_buffers}
         self._layers, self._trained = layers, trained
-        self._scopes = {part for i in self._instructions.values() for part in i.metadata.op_name.split("/")}
+        self._scopes = {
+            part for i in self._instructions.values() for part in i.metadata.op_name.split("/")
+        }
         loops = [i for i in self._instructions.values() if i.opcode == "while"]
         called = [c for loop in loops for c in loop.called_computation_ids]
-        parameters = [i for c in called for i in self._computations[c].instructions if i.opcode == "parameter"]
+        parameters = [
+            i for c in called for i in self._computations[c].instructions if i.opcode == "parameter"
+        ]
         self._carried = {i.id for i in (*loops, *parameters)}
 
     def buffer(self, values: Sequence[int]) -> Buffer:
@@ -126,12 +149,15 @@ class _Module:
         names = [name for i in whole if (name := self._name(self._instruction(i)))]
         shapes = [self._shape(i) for i in whole]
         (dtype, shape) = next((s for s in shapes if s[1]), shapes[0])
-        parts = [name.partition(";")[0].split("/") for name in names]  # XLA joins the names of what it makes one
+        # XLA joins the names of what it makes one
+        parts = [name.partition(";")[0].split("/") for name in names]
         said = next((p for p in parts if not all(_CALL.fullmatch(each) for each in p)), [])
         layer, operation = self._place(said)
         return Buffer(size, self._kind(whole, parts, dtype, shape), layer, operation, shape)
 
-    def _kind(self, values: Sequence[int], parts: list[list[str]], dtype: int, shape: tuple[int, ...]) -> Kind:
+    def _kind(
+        self, values: Sequence[int], parts: list[list[str]], dtype: int, shape: tuple[int, ...]
+    ) -> Kind:
         if any("accumulate" in each for each in parts):
             return "accumulators"
         gradient_like = dtype in _WIDE and shape in self._trained
@@ -139,7 +165,8 @@ class _Module:
             return "accumulators"
         if not gradient_like and any(_FORWARD & set(each) for each in parts):
             return "activations"
-        return "data" if any(each[-1].startswith("GatherV2") for each in parts) else "other"  # of a micro-batch
+        # of a micro-batch
+        return "data" if any(each[-1].startswith("GatherV2") for each in parts) else "other"
 
     def _instruction(self, value: int) -> HloProto:
         return self._instructions[self._values[value].defined_at.instruction_id]
@@ -151,13 +178,21 @@ class _Module:
         return shape.element_type, tuple(shape.dimensions)
 
     def _name(self, instruction: HloProto, depth: int = 4) -> str:
-        """Returns TensorFlow's name of an instruction, or for a copy or an unnamed fusion that of its source."""
+        """Returns TensorFlow's name of an instruction, or for a copy or an unnamed fusion that of
+        its source.
+        """
         if instruction.metadata.op_name or not depth:
             return instruction.metadata.op_name
         if instruction.opcode == "fusion":
             inside = self._computations[instruction.called_computation_ids[0]]
-            return next((i.metadata.op_name for i in reversed(inside.instructions) if i.metadata.op_name), "")
-        if instruction.opcode in ("copy", "bitcast", "transpose", "convert", "reshape") and instruction.operand_ids:
+            return next(
+                (i.metadata.op_name for i in reversed(inside.instructions) if i.metadata.op_name),
+                "",
+            )
+        if (
+            instruction.opcode in ("copy", "bitcast", "transpose", "convert", "reshape")
+            and instruction.operand_ids
+        ):
             return self._name(self._instructions[instruction.operand_ids[0]], depth - 1)
         return ""
 
@@ -173,11 +208,18 @@ class _Module:
         return "/".join(path), "gradient of " * gradient + operation
 
     def _layer(self, part: str) -> str:
-        """Returns the layer of a scope, to whose name TensorFlow adds a number where the name was taken; or ""."""
+        """Returns the layer of a scope, to whose name TensorFlow adds a number where the name was
+        taken; or "".
+        """
         before, _, number = part.rpartition("_")
         numbered = number.isdigit() and before in self._layers
-        # Of layers "a" and "a_1", whose scopes are "a_1" and "a_1_2", the first one's has the name of the second.
-        others = numbered and before not in self._scopes and any(p.startswith(f"{part}_") for p in self._scopes)
+        # Of layers "a" and "a_1", whose scopes are "a_1" and "a_1_2", the first one's has the name
+        # of the second.
+        others = (
+            numbered
+            and before not in self._scopes
+            and any(p.startswith(f"{part}_") for p in self._scopes)
+        )
         if part in self._layers and not others:
             return part
         return before if numbered else ""

@@ -17,7 +17,8 @@ LIMIT = "FASTACCUM_MEMORY_LIMIT"
 _UNITS = {unit: 1000**i for i, unit in enumerate(("B", "KB", "MB", "GB", "TB"))}
 _UNITS |= {unit: 1024**i for i, unit in enumerate(("", "KIB", "MIB", "GIB", "TIB"))}
 _PROCESS, _MACHINE, _CGROUPS = Path("/proc/self"), Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-# A number without a unit counts bytes. Nobody means fewer bytes than a page of memory has: "24" is meant as 24 GiB.
+# A number without a unit counts bytes. Nobody means fewer bytes than a page of memory has: "24" is
+# meant as 24 GiB.
 _SMALLEST_WITHOUT_UNIT = 4096
 # MiB that TensorFlow's pool leaves to a GPU's driver and libraries, by CUDA's compute capability.
 _GPU_RESERVE = {6: 500, 7: 1050, 8: 1536}
@@ -33,9 +34,11 @@ class DeviceMemory(NamedTuple):
 
 
 def available(device: str | None = None) -> DeviceMemory:
-    """Looks up the memory of "GPU:1" or "CPU:0"; of the first GPU if None, or without one the host's tightest limit.
+    """Looks up the memory of "GPU:1" or "CPU:0"; of the first GPU if None, or without one the
+    host's tightest limit.
 
-    FASTACCUM_MEMORY_LIMIT, in bytes or as "16GiB", takes the place of all other limits; ValueError if it is no size.
+    FASTACCUM_MEMORY_LIMIT, in bytes or as "16GiB", takes the place of all other limits; ValueError
+    if it is no size.
     """
     if text := os.environ.get(LIMIT):
         total = parse_size(text, LIMIT)
@@ -51,15 +54,17 @@ def physical(device: str | None = None) -> DeviceMemory:
 
 
 def host() -> DeviceMemory:
-    """Looks up the tightest limit on the host's memory: a control group's, the process's or the machine's."""
+    """Looks up the tightest limit on the host's memory: a control group's, the process's or the
+    machine's.
+    """
     return min(_host(), key=lambda each: each.free)
 
 
 def parse_size(text: str | int, name: str = "memory_limit") -> int:
     """Parses a number of bytes, or a text like "16GiB" or "500 MB".
 
-    Raises:
-        ValueError: raised for anything else, and for a number that is too small to be meant as bytes.
+    Raises: ValueError: raised for anything else, and for a number that is too small to be meant as
+        bytes.
 
     >>> parse_size("16GiB"), parse_size("1.5 GB"), parse_size(4096)
     (17179869184, 1500000000, 4096)
@@ -71,7 +76,8 @@ def parse_size(text: str | int, name: str = "memory_limit") -> int:
         raise ValueError(f'{name}={text!r} is not a size: pass bytes, or a text like "16GiB".')
     if not found[2] and number < _SMALLEST_WITHOUT_UNIT:
         raise ValueError(
-            f'{name}={text!r} would be {number:,} bytes, since it has no unit: pass "{number}GiB", or "{number}MiB".'
+            f"{name}={text!r} would be {number:,} bytes, since it has no unit: "
+            f'pass "{number}GiB", or "{number}MiB".'
         )
     return number
 
@@ -80,7 +86,9 @@ def _gpu(device: str) -> DeviceMemory:
     in_use = tf.config.experimental.get_memory_info(device)["current"]
     physical = tf.config.list_physical_devices("GPU")
     index = int(device.rpartition(":")[2])
-    configured = tf.config.get_logical_device_configuration(physical[min(index, len(physical) - 1)]) or []
+    configured = (
+        tf.config.get_logical_device_configuration(physical[min(index, len(physical) - 1)]) or []
+    )
     limits = [each.memory_limit for each in configured if each.memory_limit]
     reserve = _GPU_RESERVE.get(compute_capability()[0], 1800) * 2**20
     total = limits[0] * 2**20 if limits else device_memory() - reserve
@@ -94,7 +102,9 @@ def _host() -> Iterator[DeviceMemory]:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         in_use = _kilobytes((_PROCESS / "status").read_text())["VmSize"]
-        yield DeviceMemory(limit, in_use, max(0, limit - in_use), "the process's limit on its address space")
+        yield DeviceMemory(
+            limit, in_use, max(0, limit - in_use), "the process's limit on its address space"
+        )
     for second, folder in _cgroups():
         yield from _of_cgroup(second, folder, total)
 
@@ -108,11 +118,16 @@ def _pool() -> Iterator[DeviceMemory]:
 
 
 def _kilobytes(text: str) -> dict[str, int]:
-    return {name: int(number) * 1024 for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    return {
+        name: int(number) * 1024
+        for name, number in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)
+    }
 
 
 def _cgroups() -> Iterator[tuple[bool, Path]]:
-    """Yields the folders of the process's control groups and of all above them; true for version 2."""
+    """Yields the folders of the process's control groups and of all above them; true for version
+    2.
+    """
     for line in (_PROCESS / "cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if number != "0" and "memory" not in controllers.split(","):
@@ -123,7 +138,11 @@ def _cgroups() -> Iterator[tuple[bool, Path]]:
 
 
 def _of_cgroup(second: bool, folder: Path, machine: int) -> Iterator[DeviceMemory]:
-    files = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    files = (
+        ("memory.max", "memory.current")
+        if second
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
     try:
         limit, used = ((folder / file).read_text().strip() for file in files)
         counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -132,5 +151,9 @@ def _of_cgroup(second: bool, folder: Path, machine: int) -> Iterator[DeviceMemor
     if limit == "max" or int(limit) >= machine:
         return
     # Pages of files that nobody uses are given back before anything is refused.
-    in_use = max(0, int(used) - int(counted.get("inactive_file" if second else "total_inactive_file", 0)))
-    yield DeviceMemory(int(limit), in_use, max(0, int(limit) - in_use), "the limit of a control group")
+    in_use = max(
+        0, int(used) - int(counted.get("inactive_file" if second else "total_inactive_file", 0))
+    )
+    yield DeviceMemory(
+        int(limit), in_use, max(0, int(limit) - in_use), "the limit of a control group"
+    )

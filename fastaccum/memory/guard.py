@@ -1,4 +1,6 @@
-"""Checks that a program fits before its first run, and protects the variables from one that does not."""
+"""Checks that a program fits before its first run, and protects the variables from one that does
+not.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ _TO_COMPILE = 2**30  # bytes without which compiling could end the process
 class Guard:
     """Admits the first run of each of a step's programs if it fits, and explains errors of memory.
 
-    A program for which there is plainly room is not compiled to find out. Where there is room for a second copy of the
-    variables, the first run does not write over them, so that an error leaves them as they were.
+    A program for which there is plainly room is not compiled to find out. Where there is room for a
+    second copy of the variables, the first run does not write over them, so that an error leaves
+    them as they were.
     """
 
     def __init__(self, step: Step):
@@ -36,7 +39,9 @@ class Guard:
 
     @contextlib.contextmanager
     def admit(self, run: FirstRun) -> Iterator[None]:
-        """Raises OutOfMemoryError where a program does not fit; keeps the variables' memory through the first run."""
+        """Raises OutOfMemoryError where a program does not fit; keeps the variables' memory through
+        the first run.
+        """
         self._run, self._memory = run, None
         if not run.is_compiled:
             yield
@@ -46,7 +51,8 @@ class Guard:
         copies = analysis.resident_bytes(self._step)
         needed = analysis.bytes_at_most(self._step, run.programs)
         if needed is None or needed + copies > limit:
-            with contextlib.suppress(ValueError):  # XLA cannot compile it: the run's own error says more
+            # XLA cannot compile it: the run's own error says more
+            with contextlib.suppress(ValueError):
                 self._memory = analysis.measure(self._step, analysis.compile_programs(run.programs))
             if self._memory is None:
                 yield
@@ -64,25 +70,46 @@ class Guard:
             self._harmless = error
             raise
 
-    def _refused(self, run: FirstRun, memory: StepMemory, limit: int, device: DeviceMemory) -> OutOfMemoryError:
+    def _refused(
+        self, run: FirstRun, memory: StepMemory, limit: int, device: DeviceMemory
+    ) -> OutOfMemoryError:
         fits = self._fitting(run, limit) if run.training and not run.part else None
         room = f"{in_units(limit)} are there ({device.source})"
-        message = f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
+        message = (
+            f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
+        )
         note = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
-        return explain(message, memory, limit, self._outputs, fits, self._step.advice, note=note, training=run.training)
+        return explain(
+            message,
+            memory,
+            limit,
+            self._outputs,
+            fits,
+            self._step.advice,
+            note=note,
+            training=run.training,
+        )
 
     def _fitting(self, run: FirstRun, limit: int) -> tuple[int, int] | None:
-        """Compiles smaller micro-batches; returns the largest that fits, and how many of them hold the same rows."""
+        """Compiles smaller micro-batches; returns the largest that fits, and how many of them hold
+        the same rows.
+        """
         *before, accumulation, micro_batch = _leading(run)
         rows = accumulation * micro_batch
 
         def peak(size: int) -> float:
             leading = *before, rows // size, size
             stacks = tf.nest.map_structure(
-                lambda s: tf.TensorSpec([*leading, *s.shape[len(leading) :]], s.dtype), run.dispatch.stacks[:1]
+                lambda s: tf.TensorSpec([*leading, *s.shape[len(leading) :]], s.dtype),
+                run.dispatch.stacks[:1],
             )
-            with contextlib.suppress(tf.errors.OpError, MemoryError), self._step.temporary_retrace():
-                return analysis.dispatch_memory(self._step, run.dispatch._replace(stacks=stacks)).peak_bytes
+            with (
+                contextlib.suppress(tf.errors.OpError, MemoryError),
+                self._step.temporary_retrace(),
+            ):
+                return analysis.dispatch_memory(
+                    self._step, run.dispatch._replace(stacks=stacks)
+                ).peak_bytes
             return math.inf
 
         size = largest_that_fits(peak, divisors(rows, at_most=micro_batch - 1), limit)
@@ -90,7 +117,9 @@ class Guard:
 
     @contextlib.contextmanager
     def translate_oom_errors(self) -> Iterator[None]:
-        """Raises TensorFlow's and Python's out-of-memory errors inside the block as `OutOfMemoryError`."""
+        """Raises TensorFlow's and Python's out-of-memory errors inside the block as
+        `OutOfMemoryError`.
+        """
         try:
             yield
         except OutOfMemoryError:
@@ -100,11 +129,16 @@ class Guard:
 
     def error(self, error: Exception) -> OutOfMemoryError:
         """Explains an error of memory at run time."""
-        reason = (getattr(error, "message", "") or str(error) or type(error).__name__).partition("\n")[0]
+        reason = (getattr(error, "message", "") or str(error) or type(error).__name__).partition(
+            "\n"
+        )[0]
         where = "" if self._run is None else f" for {_what(self._run).lower()}"
         message = f"There was no memory left{where}: {reason.partition(' [Op:')[0]} "
         if "[Op:__inference" in reason and error is not self._harmless:
-            message += "XLA had taken the variables over by then, and they are lost: go on in a new process, from a "
+            message += (
+                "XLA had taken the variables over by then, and they are lost: go on in a new "
+                "process, from a "
+            )
             message += "checkpoint."
         else:
             message += "The variables are as they were."
@@ -114,19 +148,36 @@ class Guard:
             return explain(message, held, limit, (), more=["Take a smaller batch_size."])
         is_whole = self._run.training and not self._run.part
         fits = self._fitting(self._run, limit) if is_whole and memory.peak_bytes > limit else None
-        return explain(message, memory, limit, self._outputs, fits, self._step.advice, training=self._run.training)
+        return explain(
+            message,
+            memory,
+            limit,
+            self._outputs,
+            fits,
+            self._step.advice,
+            training=self._run.training,
+        )
 
     def _known(self) -> StepMemory | None:
-        """Measures the program that ran last; returns None where the host has too little memory to compile it."""
+        """Measures the program that ran last; returns None where the host has too little memory to
+        compile it.
+        """
         run = self._run
-        if run is not None and run.is_compiled and self._memory is None and host().free > _TO_COMPILE:
+        if (
+            run is not None
+            and run.is_compiled
+            and self._memory is None
+            and host().free > _TO_COMPILE
+        ):
             with contextlib.suppress(tf.errors.OpError, MemoryError):
                 self._memory = analysis.measure(self._step, analysis.compile_programs(run.programs))
         return self._memory
 
 
 def _rehearse(memory: StepMemory) -> None:
-    """Allocates what a program will take, and frees it: an error comes before variables are at stake."""
+    """Allocates what a program will take, and frees it: an error comes before variables are at
+    stake.
+    """
     plan = memory.analysis
     size = plan.temp_bytes + plan.output_bytes - plan.alias_bytes
     with tf.device("GPU:0" if has_gpu() else "CPU:0"):
@@ -142,6 +193,12 @@ def _what(run: FirstRun) -> str:
     if run.part:
         return run.part
     *steps, accumulation, rows = _leading(run)
-    of = f"{math.prod(steps)} train steps in one program, each" if steps else "A train step" if run.training else ""
+    of = (
+        f"{math.prod(steps)} train steps in one program, each"
+        if steps
+        else "A train step"
+        if run.training
+        else ""
+    )
     size = "1 row" if rows == 1 else f"{rows:,} rows"
     return f"{of or 'An evaluation'} of {accumulation} x {size}"

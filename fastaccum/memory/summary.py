@@ -34,22 +34,21 @@ class Compiled(NamedTuple):
 class Summary:
     """A train step in figures, on each replica's device; `print` shows them as a table.
 
-    Attributes:
-        model: its name.
-        trainable_parameters: parameters that the step trains.
-        frozen_parameters: all other parameters of the model, with moving statistics.
-        rows: of a micro-batch on each replica.
-        accumulation_steps: micro-batches of a step.
-        jit_compile: whether the step runs as an XLA program; without, the figures are those that it would have as one.
-        replicas: over which a micro-batch is split.
-        flops: floating point operations of a step's matrix products and convolutions, as compiled for this device: two
+    Attributes: model: its name. trainable_parameters: parameters that the step trains.
+        frozen_parameters: all other parameters of the model, with moving statistics. rows: of a
+        micro-batch on each replica. accumulation_steps: micro-batches of a step. jit_compile:
+        whether the step runs as an XLA program; without, the figures are those that it would have
+        as one. replicas: over which a micro-batch is split. flops: floating point operations of a
+        step's matrix products and convolutions, as compiled for this device: two
             for a multiplication and its addition. Recomputed products count again.
-        at_least: whether FLOPs are more: one turn counts of a loop whose length XLA does not know, such as a
-            recurrent layer's backward pass.
+        at_least: whether FLOPs are more: one turn counts of a loop whose length XLA does not know,
+            such as a recurrent layer's backward pass.
         memory: the step's memory at its peak.
         programs: the programs that were compiled so far.
-        attention: what computes each attention layer, and why: "fused: ..." or "unfused: ...", by the layer's path.
-        advice: the argument of the Trainer that would save a large table of logits, for each output that has one.
+        attention: what computes each attention layer, and why: "fused: ..." or "unfused: ...", by
+            the layer's path.
+        advice: the argument of the Trainer that would save a large table of logits, for each output
+            that has one.
     """
 
     model: str
@@ -67,15 +66,22 @@ class Summary:
     advice: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Returns one line, since `Trainer.summary` has printed the table when a notebook shows what it returned."""
+        """Returns one line, since `Trainer.summary` has printed the table when a notebook shows
+        what it returned.
+        """
         parameters = f"{self.trainable_parameters:,} trainable parameters"
         flops = f"{'at least ' if self.at_least else ''}{self.flops / 1e9:,.4g} GFLOP"
-        return f"<Summary of {self._title()}: {parameters}, {flops}, {in_units(self.memory.peak_bytes)}>"
+        return (
+            f"<Summary of {self._title()}: {parameters}, {flops}, "
+            f"{in_units(self.memory.peak_bytes)}>"
+        )
 
     def _title(self) -> str:
         rows = "1 row" if self.rows == 1 else f"{self.rows:,} rows"
         on_each = f", on each of {self.replicas} replicas" if self.replicas > 1 else ""
-        return f"{one_line(self.model)}: a train step of {self.accumulation_steps:,} x {rows}{on_each}"
+        return (
+            f"{one_line(self.model)}: a train step of {self.accumulation_steps:,} x {rows}{on_each}"
+        )
 
     def __str__(self) -> str:
         table = Table("", "", title=self._title(), title_justify="left", show_header=False)
@@ -115,17 +121,24 @@ class Summary:
 
 
 def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
-    """Compiles a step for micro-batches like the sample, specs of all replicas' rows together; runs nothing."""
+    """Compiles a step for micro-batches like the sample, specs of all replicas' rows together; runs
+    nothing.
+    """
     rows = tf.nest.flatten(sample.x)[0].shape[0]
     if rows is None:
-        raise ValueError("batch_size=None, and the data do not say how many rows a micro-batch has: pass batch_size.")
+        raise ValueError(
+            "batch_size=None, and the data do not say how many rows a micro-batch has: pass "
+            "batch_size."
+        )
     rows = -(-rows // layout.replicas)  # as they are cut, on each replica
     local = rows * len(range(layout.replicas)[layout.shards])
     if (fused := step.objective.attention) is not None:
         fused.choices.clear()
     uses_xla = step.objective.options.uses_xla
     with step.temporary_retrace():
-        programs = analysis.compile_programs(step.trace(analysis.dispatch_of(sample, local, layout.accumulation)))
+        programs = analysis.compile_programs(
+            step.trace(analysis.dispatch_of(sample, local, layout.accumulation))
+        )
     total = cost.count(proto for _, proto in programs)
     model, trained = step.objective.model.model, step.cycle.trained
     training = {id(v) for v in trained}

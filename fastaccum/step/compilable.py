@@ -15,29 +15,40 @@ from fastaccum.adapters.models import Model
 
 
 def require(model: Model, instead: str = "pass jit_compile=False") -> None:
-    """Raises ValueError for layers that declare that XLA cannot compile them, with what to do `instead`."""
+    """Raises ValueError for layers that declare that XLA cannot compile them, with what to do
+    `instead`.
+    """
     if layers := model.uncompilable_layers():
         raise ValueError(
-            f"XLA cannot compile these layers: {', '.join(map(_called, layers))}. Move them into the input pipeline "
-            f"(dataset.map), or {instead}."
+            f"XLA cannot compile these layers: {', '.join(map(_called, layers))}. Move them into "
+            f"the input pipeline (dataset.map), or {instead}."
         )
 
 
 def require_recomputable(model: Model) -> None:
-    """Raises ValueError for layers under a `keras.RematScope`: Keras would recompute them otherwise, or not at all."""
+    """Raises ValueError for layers under a `keras.RematScope`: Keras would recompute them
+    otherwise, or not at all.
+    """
     if layers := [_called(layer) for layer in model.recomputed_layers]:
         raise ValueError(
-            f"{', '.join(layers)} were made under keras.RematScope, which fails on TensorFlow, or draws other random "
-            "numbers in the backward pass. Make them outside of it, and call fa.remat(model), which recomputes exactly."
+            f"{', '.join(layers)} were made under keras.RematScope, which fails on TensorFlow, "
+            "or draws other random numbers in the backward pass. Make them outside of it, and "
+            "call fa.remat(model), which recomputes exactly."
         )
 
 
 def list_python_callers(model: Model, losses: Losses, metrics: Metrics) -> list[str]:
-    """Lists the layers, losses and metrics that call Python, as by tf.py_function; known once they are built."""
+    """Lists the layers, losses and metrics that call Python, as by tf.py_function; known once they
+    are built.
+    """
     layers: set[str] = set()
     for operation in model.python_calls:
         layers.update(_layers_on(operation, model.layers) or [_called(model.model)])
-    names = {"layers": sorted(layers), "loss": losses.calling_python, "metrics": metrics.calling_python}
+    names = {
+        "layers": sorted(layers),
+        "loss": losses.calling_python,
+        "metrics": metrics.calling_python,
+    }
     return [f"{kind}={each}" for kind, each in names.items() if each]
 
 
@@ -55,7 +66,9 @@ _SIGNS = {
 
 @contextmanager
 def translate_errors(model: Model | None, what: str = "this model") -> Iterator[None]:
-    """Raises XLA's refusal of an operation inside the block as a ValueError that names the layer."""
+    """Raises XLA's refusal of an operation inside the block as a ValueError that names the
+    layer.
+    """
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -71,7 +84,9 @@ def translate_errors(model: Model | None, what: str = "this model") -> Iterator[
         if layers:
             where = f" in {', '.join(layers)}"
             remedy = "Move that into the input pipeline (dataset.map), or pass jit_compile=False."
-        raise ValueError(f"XLA cannot compile {what}: {why}{where}. {remedy} XLA says: {reason}") from error
+        raise ValueError(
+            f"XLA cannot compile {what}: {why}{where}. {remedy} XLA says: {reason}"
+        ) from error
 
 
 def _layers_on(path: str, layers: Sequence[keras.layers.Layer]) -> list[str]:

@@ -1,7 +1,9 @@
 """Keeps compiled programs in a folder for the next process: XLA's persistent cache, with seals.
 
-XLA reads and writes a staging folder of this process alone. An entry is linked into it from the store once its checksum
-is verified. Whole files that XLA wrote there are moved to the store and sealed: the seal is a file with the program's
+XLA reads and writes a staging folder of this process alone. An entry is linked into it from the
+store once its checksum
+is verified. Whole files that XLA wrote there are moved to the store and sealed: the seal is a file
+    with the program's
 name, the seconds of its compilation and the checksum, and is written last.
 """
 
@@ -47,14 +49,22 @@ _OF_NO_ENTRY = (
 )
 _SEAL, _DAMAGED = ".seal", ".damaged"
 # Environment variables that change the code that XLA generates.
-_VARIABLES = ("XLA_FLAGS", "TF_XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_DETERMINISTIC_OPS", "NVIDIA_TF32_OVERRIDE")
+_VARIABLES = (
+    "XLA_FLAGS",
+    "TF_XLA_FLAGS",
+    "TF_ENABLE_ONEDNN_OPTS",
+    "TF_DETERMINISTIC_OPS",
+    "NVIDIA_TF32_OVERRIDE",
+)
 _numbers = threading.local()
 _armed: list[Callable[[], int]] = []  # TensorFlow's own numbering, once the cache is enabled
 _traces: collections.Counter[str] = collections.Counter()
 
 
 class Seal(NamedTuple):
-    """The seal of an entry: when it was sealed, the seconds of its compilation, and its checksum."""
+    """The seal of an entry: when it was sealed, the seconds of its compilation, and its
+    checksum.
+    """
 
     sealed: float
     seconds: float
@@ -62,7 +72,9 @@ class Seal(NamedTuple):
 
 
 class CompileCache:
-    """The entries of one folder for these versions, this device and these flags; refused if others may write to it."""
+    """The entries of one folder for these versions, this device and these flags; refused if others
+    may write to it.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = _make_private(Path(folder).expanduser().absolute())
@@ -71,7 +83,9 @@ class CompileCache:
         self.store = _make_private(self.folder / f"tensorflow-{tf.__version__}-{device}-{self.key}")
 
     def seals(self, function: str) -> dict[str, Seal]:
-        """Reads the seals of a program's entries, and of entries for any program, by the entries' names."""
+        """Reads the seals of a program's entries, and of entries for any program, by the entries'
+        names.
+        """
         found = {}
         for path in self.store.glob(f"*{_SEAL}"):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -82,7 +96,9 @@ class CompileCache:
         return found
 
     def offer(self, function: str, staging: Path) -> list[str]:
-        """Links a program's verified entries into `staging`, and returns their names; moves damaged entries aside."""
+        """Links a program's verified entries into `staging`, and returns their names; moves damaged
+        entries aside.
+        """
         offered = []
         for name, seal in self.seals(function).items():
             entry = self.store / name
@@ -103,14 +119,18 @@ class CompileCache:
 
     def reject(self, name: str) -> None:
         """Moves an entry aside, with a warning."""
-        warn(f"{self.store / name} is damaged or was changed: moved aside, to {name}{_DAMAGED}, and compiled anew.")
+        warn(
+            f"{self.store / name} is damaged or was changed: moved aside, to {name}{_DAMAGED}, "
+            "and compiled anew."
+        )
         (self.store / f"{name}{_SEAL}").unlink(missing_ok=True)
         os.replace(self.store / name, self.store / f"{name}{_DAMAGED}")
 
     def keep(self, function: str, seconds: float, written: list[Path]) -> None:
         """Moves whole files that XLA wrote to the store, and seals them."""
         for path in written:
-            of = function if path.suffix == ".pb" else ""  # how fast kernels ran, which any program may ask for
+            # how fast kernels ran, which any program may ask for
+            of = function if path.suffix == ".pb" else ""
             seal = {"key": self.key, "function": of, "seconds": seconds}
             seal["sha256"] = hashlib.sha256(_read(path)).hexdigest()
             (half := path.with_suffix(".half")).write_text(json.dumps(seal))
@@ -120,9 +140,18 @@ class CompileCache:
             self._prune()
 
     def _prune(self) -> None:
-        with contextlib.suppress(OSError):  # of what another process has removed since: the next one goes on
-            found = [path for path in self.folder.glob("tensorflow-*/*") if path.suffix != _SEAL and path.is_file()]
-            entries = sorted((status.st_mtime, status.st_size, path) for path in found if (status := path.lstat()))
+        # of what another process has removed since: the next one goes on
+        with contextlib.suppress(OSError):
+            found = [
+                path
+                for path in self.folder.glob("tensorflow-*/*")
+                if path.suffix != _SEAL and path.is_file()
+            ]
+            entries = sorted(
+                (status.st_mtime, status.st_size, path)
+                for path in found
+                if (status := path.lstat())
+            )
             total = sum(size for _, size, _ in entries)
             for _, size, path in entries:
                 if total <= LIMIT:
@@ -156,7 +185,9 @@ class _Process:
             self._give_up(error)
 
     def call(self, function: str, call: Callable[[], T], again: Callable[[], T]) -> tuple[T, bool]:
-        """Makes a program's first call, by `again` if its entry cannot be loaded; returns if it was loaded, too."""
+        """Makes a program's first call, by `again` if its entry cannot be loaded; returns if it was
+        loaded, too.
+        """
         if (staging := self.staging) is None:
             return call(), False
         with self._lock:
@@ -172,14 +203,20 @@ class _Process:
                 offered, start = [], time.perf_counter()
                 outputs = again()
             seconds = time.perf_counter() - start
-            written = [p for p in staging.iterdir() if p.name not in offered and p.is_file() and not p.is_symlink()]
+            written = [
+                p
+                for p in staging.iterdir()
+                if p.name not in offered and p.is_file() and not p.is_symlink()
+            ]
             if self.cache is not None:
                 try:
                     self.cache.keep(function, seconds, written)
                 except OSError as error:
                     self._give_up(error)
             self._clear()
-        return outputs, any(name.endswith(".pb") for name in offered) and not any(p.suffix == ".pb" for p in written)
+        return outputs, any(name.endswith(".pb") for name in offered) and not any(
+            p.suffix == ".pb" for p in written
+        )
 
     def last(self, function: str) -> float | None:
         """Returns the seconds of the latest compilation of a program of this name, or None."""
@@ -200,10 +237,14 @@ class _Process:
         return True
 
     def _elsewhere(self) -> bool:
-        """Points the staging folder to memory or another disk, since XLA stops where it cannot write."""
+        """Points the staging folder to memory or another disk, since XLA stops where it cannot
+        write.
+        """
         assert self.staging is not None
         with contextlib.suppress(OSError):
-            other = tempfile.mkdtemp(prefix="fastaccum-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+            other = tempfile.mkdtemp(
+                prefix="fastaccum-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            )
             atexit.register(shutil.rmtree, other, ignore_errors=True)
             full = self.staging.rename(self.staging.with_suffix(".full"))
             self.staging.symlink_to(other)
@@ -232,7 +273,9 @@ use, called, seconds_last_time = _process.use, _process.call, _process.last
 
 
 def user_folder() -> Path | None:
-    """Returns $FASTACCUM_COMPILE_CACHE, or fastaccum in $XDG_CACHE_HOME or ~/.cache; None if the variable is empty."""
+    """Returns $FASTACCUM_COMPILE_CACHE, or fastaccum in $XDG_CACHE_HOME or ~/.cache; None if the
+    variable is empty.
+    """
     if (named := os.environ.get("FASTACCUM_COMPILE_CACHE")) is not None:
         return Path(named) if named else None
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -240,17 +283,32 @@ def user_folder() -> Path | None:
 
 
 def _origin() -> dict[str, object]:
-    """Describes all but the program that decides on the code that XLA generates, and on who can run the code."""
+    """Describes all but the program that decides on the code that XLA generates, and on who can run
+    the code.
+    """
     cpu = {}
     with contextlib.suppress(OSError):
         lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
         wanted = ("model name", "flags", "Features", "CPU part")
         cpu = {name.strip(): value.strip() for name, _, value in lines if name.strip() in wanted}
-    gpus = [tf.config.experimental.get_device_details(gpu) for gpu in tf.config.get_visible_devices("GPU")]
+    gpus = [
+        tf.config.experimental.get_device_details(gpu)
+        for gpu in tf.config.get_visible_devices("GPU")
+    ]
     return {
-        "versions": [metadata.version("fastaccum"), tf.__version__, tf.version.GIT_VERSION, keras.__version__],
+        "versions": [
+            metadata.version("fastaccum"),
+            tf.__version__,
+            tf.version.GIT_VERSION,
+            keras.__version__,
+        ],
         "build": str(sorted(tf.sysconfig.get_build_info().items())),
-        "cpu": [platform.machine(), cpu, os.cpu_count(), tf.config.threading.get_intra_op_parallelism_threads()],
+        "cpu": [
+            platform.machine(),
+            cpu,
+            os.cpu_count(),
+            tf.config.threading.get_intra_op_parallelism_threads(),
+        ],
         "gpus": [str(sorted(gpu.items())) for gpu in gpus],
         "precision": tf.config.experimental.tensor_float_32_execution_enabled(),
         "variables": [os.environ.get(name, "") for name in _VARIABLES],
@@ -261,11 +319,14 @@ def _make_private(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid():
-        raise ValueError(f"compile_cache={str(folder)!r} belongs to user {status.st_uid}: pass a folder of your own.")
+        raise ValueError(
+            f"compile_cache={str(folder)!r} belongs to user {status.st_uid}: pass a folder of "
+            "your own."
+        )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(
-            f"compile_cache={str(folder)!r} may be written to by others, and what it holds is run: chmod go-w it, if "
-            "nobody did, or pass another folder."
+            f"compile_cache={str(folder)!r} may be written to by others, and what it holds is "
+            "run: chmod go-w it, if nobody did, or pass another folder."
         )
     return folder
 
@@ -293,15 +354,18 @@ def _remove_left(store: Path) -> None:
 
 @contextlib.contextmanager
 def number_by_function(function: Callable[..., object]) -> Iterator[None]:
-    """Numbers the names in a trace of `function` by the function, not by all that was traced before.
+    """Numbers the names in a trace of `function` by the function, not by all that was traced
+    before.
 
-    XLA finds a compiled program by these names, and a resumed run traces more before it than the first run did.
+    XLA finds a compiled program by these names, and a resumed run traces more before it than the
+    first run did.
     """
     name = getattr(function, "__qualname__", "")
     if not _armed or _traces[name] == 2**12:
         yield
         return
-    first = ((zlib.crc32(name.encode()) >> 2) + 1 << 32) + (_traces[name] << 20)  # far above TensorFlow's own
+    # far above TensorFlow's own
+    first = ((zlib.crc32(name.encode()) >> 2) + 1 << 32) + (_traces[name] << 20)
     _traces[name] += 1
     before, _numbers.of_trace = getattr(_numbers, "of_trace", None), itertools.count(first)
     try:
@@ -315,7 +379,9 @@ class _StringView(ctypes.Structure):
 
 
 def _enable(folder: Path) -> bool:
-    """Makes XLA keep compiled programs in `folder`; returns False, with a warning, if XLA ignores the setting."""
+    """Makes XLA keep compiled programs in `folder`; returns False, with a warning, if XLA ignores
+    the setting.
+    """
     quoted = '"' + str(folder).replace("\\", "\\\\").replace('"', '\\"') + '"'
     given = os.environ.get("TF_XLA_FLAGS", "").strip()
     if not f"{given}-".startswith("-") or "tf_xla_persistent_cache_directory" in given:
@@ -331,25 +397,34 @@ def _enable(folder: Path) -> bool:
         return False
     forget.argtypes, forget.restype = [_StringView, ctypes.c_void_p, ctypes.c_void_p], None
     with _environment(flags):
-        forget(_StringView(12, b"TF_XLA_FLAGS"), *(ctypes.byref(ctypes.c_void_p()) for _ in range(2)))
+        forget(
+            _StringView(12, b"TF_XLA_FLAGS"), *(ctypes.byref(ctypes.c_void_p()) for _ in range(2))
+        )
         private.pywrap_tfe.TF_ResetJitCompilerFlags()
         # Reads the other flags, and shows whether XLA writes where it was told to.
         with tf.init_scope():
-            tf.function(lambda: tf.random.stateless_uniform([], [1, 2]), jit_compile=True, autograph=False)()
+            tf.function(
+                lambda: tf.random.stateless_uniform([], [1, 2]), jit_compile=True, autograph=False
+            )()
     if not any(folder.iterdir()):
         warn(
-            "compile_cache is not used: XLA had compiled a program in this process before, and reads once where to "
-            "keep them. Make the Trainer with compile_cache before anything is compiled."
+            "compile_cache is not used: XLA had compiled a program in this process before, and "
+            "reads once where to keep them. Make the Trainer with compile_cache before anything "
+            "is compiled."
         )
         return False
     _armed.append(uid := private.framework_ops.uid)
-    private.framework_ops.uid = lambda: next(numbers) if (numbers := getattr(_numbers, "of_trace", None)) else uid()
+    private.framework_ops.uid = lambda: (
+        next(numbers) if (numbers := getattr(_numbers, "of_trace", None)) else uid()
+    )
     return True
 
 
 @contextlib.contextmanager
 def silence_tensorflow() -> Iterator[None]:
-    """Silences TensorFlow's log, of which loading an entry makes two harmless lines of error, inside the block."""
+    """Silences TensorFlow's log, of which loading an entry makes two harmless lines of error,
+    inside the block.
+    """
     with contextlib.ExitStack() as undone:
         with contextlib.suppress(OSError, AttributeError):  # of another build, whose lines appear
             level, set_level = _log_level_functions()
@@ -359,7 +434,9 @@ def silence_tensorflow() -> Iterator[None]:
 
 
 def _log_level_functions() -> tuple[Any, Any]:
-    """Finds the functions that read and set the level of TensorFlow's log, by the release of abseil in it."""
+    """Finds the functions that read and set the level of TensorFlow's log, by the release of abseil
+    in it.
+    """
     library = _library()
     for read, write in private.LOG_LEVEL_SYMBOLS:
         if hasattr(library, read):
@@ -373,9 +450,13 @@ def _library() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _environment(flags: dict[str, str]) -> Iterator[None]:
-    """Adds flags to environment variables inside the block; a process that is started later does not inherit them."""
+    """Adds flags to environment variables inside the block; a process that is started later does
+    not inherit them.
+    """
     before = {name: os.environ.get(name) for name in flags}
-    os.environ.update({name: f"{before[name] or ''} {flag}".strip() for name, flag in flags.items()})
+    os.environ.update(
+        {name: f"{before[name] or ''} {flag}".strip() for name, flag in flags.items()}
+    )
     try:
         yield
     finally:

@@ -41,23 +41,32 @@ class MemoryAnalysis(NamedTuple):
 
 
 def compiler_ir(function: Compiled, *args: object, stage: Stage = "optimized_hlo") -> str | bytes:
-    """Returns what a `tf.function` or a `Program` compiles to at a stage of XLA; raises ValueError without XLA."""
+    """Returns what a `tf.function` or a `Program` compiles to at a stage of XLA; raises ValueError
+    without XLA.
+    """
     one_of("stage", stage, get_args(Stage))
     compiled: PolymorphicFunction = getattr(function, "function", function)
     if not private.is_jit_compiled(compiled):
-        raise ValueError("The step runs without XLA, and has no IR that could be read: pass jit_compile=True.")
+        raise ValueError(
+            "The step runs without XLA, and has no IR that could be read: pass jit_compile=True."
+        )
     with graph_scoped_gradients():
         return compiled.experimental_get_compiler_ir(*args)(stage=stage)
 
 
 def hlo_proto(concrete: ConcreteFunction) -> HloProto:
-    """Returns what a concrete function compiles to, with XLA's plan of its memory; takes no data, runs nothing."""
+    """Returns what a concrete function compiles to, with XLA's plan of its memory; takes no data,
+    runs nothing.
+    """
     captured = concrete.captured_inputs
     compiled = private.context.context().get_compiler_ir(
         device_name=tf.zeros([]).device,
         platform_name=None,
         function_name=concrete.name,
-        flat_args=[tf.TensorSpec(t.shape, t.dtype) for t in concrete.inputs[: len(concrete.inputs) - len(captured)]],
+        flat_args=[
+            tf.TensorSpec(t.shape, t.dtype)
+            for t in concrete.inputs[: len(concrete.inputs) - len(captured)]
+        ],
         captured_inputs=captured,
         stage="optimized_hlo_proto_serialized",
     )
@@ -67,7 +76,9 @@ def hlo_proto(concrete: ConcreteFunction) -> HloProto:
 def memory_analysis(function: Compiled, *args: object) -> MemoryAnalysis:
     """Returns XLA's memory plan for `function(*args)`; compiles, runs nothing."""
     return memory_of(
-        private.hlo_pb2.HloProto.FromString(compiler_ir(function, *args, stage="optimized_hlo_proto_serialized"))
+        private.hlo_pb2.HloProto.FromString(
+            compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
+        )
     )
 
 

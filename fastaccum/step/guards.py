@@ -1,4 +1,6 @@
-"""Checks that run in the program and are read late: indices out of range, and steps that stay non-finite."""
+"""Checks that run in the program and are read late: indices out of range, and steps that stay
+non-finite.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ import tensorflow as tf
 from fastaccum.adapters.outputs import NOT_WHOLE, to_whole
 from fastaccum.lines import warn
 
-# A corrupt row now and then must not end a long run, nor must a model that makes nothing but NaN go on for hours. Were
-# one step in ten bad, by chance, ten in a row would come once in 10**10 steps; a spoilt model gives ten at once.
+# A corrupt row now and then must not end a long run, nor must a model that makes nothing but NaN go
+# on for hours. Were one step in ten bad, by chance, ten in a row would come once in 10**10 steps; a
+# spoilt model gives ten at once.
 PATIENCE = 10
 
 
 class NonFiniteError(FloatingPointError):
-    """Raised where gradients, losses or statistics are not finite, and no lower loss scale is left to try.
+    """Raised where gradients, losses or statistics are not finite, and no lower loss scale is left
+    to try.
 
     Weights, optimizer slots and statistics are those of the last good step.
     """
@@ -25,7 +29,8 @@ class NonFiniteError(FloatingPointError):
 class StuckSteps(tf.Module):
     """Counts the train steps that were not finite and left the loss scale where it was.
 
-    After `patience` of them in a row no step is applied until the count is reset, so that the last can be run again.
+    After `patience` of them in a row no step is applied until the count is reset, so that the last
+    can be run again.
     """
 
     def __init__(self, patience: int):
@@ -39,7 +44,9 @@ class StuckSteps(tf.Module):
         return self._in_a_row < self.patience
 
     def count(self, stuck: tf.Tensor, valid: tf.Tensor) -> None:
-        """Counts one train step, in the program; a step without a `valid` element counts neither way (bool scalars)."""
+        """Counts one train step, in the program; a step without a `valid` element counts neither
+        way (bool scalars).
+        """
         running, in_a_row = self.running(), self._in_a_row.read_value()
         self._in_epoch.assign_add(tf.cast(stuck & running, tf.int64))
         # After the end every step counts: it says how far back the end lies.
@@ -51,17 +58,22 @@ class StuckSteps(tf.Module):
         return tf.stack([self._in_a_row.read_value(), self._in_epoch.read_value()])
 
     def since_end(self, seen: tf.Tensor) -> int | None:
-        """Waits for `seen`, which `self.seen()` returned; returns how many steps ago training ended, if it has."""
+        """Waits for `seen`, which `self.seen()` returned; returns how many steps ago training
+        ended, if it has.
+        """
         since = int(seen.numpy()[0]) - self.patience
         return since if since >= 0 else None
 
     def warn(self, seen: tf.Tensor) -> None:
         """Warns of the epoch's stuck steps, by a value that `self.seen()` had."""
         if count := int(seen.numpy()[1]):
-            steps = "train step of this epoch was" if count == 1 else "train steps of this epoch were"
+            steps = (
+                "train step of this epoch was" if count == 1 else "train steps of this epoch were"
+            )
             warn(
-                f"{count:,} {steps} skipped: gradient, loss or statistics were not finite, and the loss scale could "
-                "not go lower. on_nonfinite='raise' ends training at the first such step, and says where it came from.",
+                f"{count:,} {steps} skipped: gradient, loss or statistics were not finite, and "
+                "the loss scale could not go lower. on_nonfinite='raise' ends training at the "
+                "first such step, and says where it came from.",
                 UserWarning,
             )
 
@@ -80,7 +92,8 @@ _NOTHING_SEEN = (tf.int64.max, -1)  # the range of indices that nothing has wide
 class IndexChecks(tf.Module):
     """Tracks the smallest and the largest index of several lookups, (description, size) pairs.
 
-    A step that meets an index outside [0, size) is not applied, nor is any later one until `require` has raised.
+    A step that meets an index outside [0, size) is not applied, nor is any later one until
+    `require` has raised.
     """
 
     def __init__(self, lookups: Sequence[tuple[str, int]]):
@@ -88,14 +101,18 @@ class IndexChecks(tf.Module):
         self.lookups = list(lookups)
         self._sizes = np.array([size for _, size in self.lookups], np.int64)
         self._ranges = [
-            tf.Variable(_NOTHING_SEEN, trainable=False, dtype=tf.int64, name="indices_seen") for _ in self.lookups
+            tf.Variable(_NOTHING_SEEN, trainable=False, dtype=tf.int64, name="indices_seen")
+            for _ in self.lookups
         ]
 
     def observe(self, lookup: int, indices: tf.Tensor) -> None:
         """Widens the range seen by a lookup; called where the indices are known, in the program."""
         indices = to_whole(indices)
         low, high = tf.unstack(self._ranges[lookup].read_value())
-        low, high = tf.minimum(low, tf.reduce_min(indices)), tf.maximum(high, tf.reduce_max(indices))
+        low, high = (
+            tf.minimum(low, tf.reduce_min(indices)),
+            tf.maximum(high, tf.reduce_max(indices)),
+        )
         self._ranges[lookup].assign(tf.stack([low, high]))
 
     def seen(self) -> tf.Tensor:
@@ -106,7 +123,9 @@ class IndexChecks(tf.Module):
 
     def assign(self, seen: tf.Tensor) -> None:
         """Takes over what was seen elsewhere: int64 [lookups, 2], as `seen` returns it."""
-        for variable, range_ in zip(self._ranges, tf.unstack(seen, num=len(self._ranges)), strict=True):
+        for variable, range_ in zip(
+            self._ranges, tf.unstack(seen, num=len(self._ranges)), strict=True
+        ):
             variable.assign(range_)
 
     def in_range(self) -> tf.Tensor:
@@ -115,20 +134,27 @@ class IndexChecks(tf.Module):
         return tf.reduce_all((seen[:, 0] >= 0) & (seen[:, 1] < self._sizes))
 
     def require(self, seen: tf.Tensor) -> None:
-        """Raises ValueError if `seen`, a value that `self.seen()` had, holds an index out of range."""
+        """Raises ValueError if `seen`, a value that `self.seen()` had, holds an index out of
+        range.
+        """
         # Without lookups there is nothing to wait for.
-        for (what, size), (low, high) in zip(self.lookups, seen.numpy().tolist() if self.lookups else (), strict=True):
+        for (what, size), (low, high) in zip(
+            self.lookups, seen.numpy().tolist() if self.lookups else (), strict=True
+        ):
             if low >= 0 and high < size:
                 continue
             self.reset()
             if low == NOT_WHOLE:
                 raise ValueError(
-                    f"{what}: a value that is no whole number was seen. Nothing was updated with it. Correct the data."
+                    f"{what}: a value that is no whole number was seen. Nothing was updated with "
+                    "it. Correct the data."
                 )
-            room = f", or make room for {high + 1} classes or rows" if size <= high < 10 * size else ""
+            room = (
+                f", or make room for {high + 1} classes or rows" if size <= high < 10 * size else ""
+            )
             raise ValueError(
-                f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. Nothing was updated "
-                f"with them. Correct the data{room}."
+                f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. "
+                f"Nothing was updated with them. Correct the data{room}."
             )
 
     def reset(self) -> None:

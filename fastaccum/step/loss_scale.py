@@ -1,4 +1,6 @@
-"""Loss scaling: keeps float16 gradients in range. Three rules with the same methods, and no `if enabled`."""
+"""Loss scaling: keeps float16 gradients in range. Three rules with the same methods, and no `if
+enabled`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _LEAST_SCALE = 2.0**-64  # below, gradients that float32 holds would be lost
 
 
 class LossScale(tf.Module):
-    """The base of the three rules: `scale` multiplies the loss, and `update` moves it once per train step."""
+    """The base of the three rules: `scale` multiplies the loss, and `update` moves it once per
+    train step.
+    """
 
     def scale(self) -> tf.Tensor:
         """Returns the factor of the next step's loss: float32 scalar."""
@@ -90,8 +94,8 @@ class DynamicLossScale(LossScale):
         min_scale: the floor, so that the scale never reaches 0.
         max_scale: the cap, so that it never reaches inf.
 
-    Raises:
-        ValueError: raised if an argument is out of its range, or not `min_scale <= init_scale <= max_scale`.
+    Raises: ValueError: raised if an argument is out of its range, or not `min_scale <= init_scale
+        <= max_scale`.
 
     >>> loss_scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
     >>> for finite in (True, True, False):
@@ -119,14 +123,23 @@ class DynamicLossScale(LossScale):
         self.max_scale = _scale("max_scale", max_scale)
         self.growth_interval = whole_number("growth_interval", growth_interval)
         if np.float32(growth_factor) <= 1:
-            raise ValueError(f"growth_factor={growth_factor} must be above 1 in float32, or the scale never grows.")
+            raise ValueError(
+                f"growth_factor={growth_factor} must be above 1 in float32, or the scale never "
+                "grows."
+            )
         if np.float32(backoff_factor) >= 1:
-            raise ValueError(f"backoff_factor={backoff_factor} must be below 1 in float32, or overflows never end.")
+            raise ValueError(
+                f"backoff_factor={backoff_factor} must be below 1 in float32, or overflows never "
+                "end."
+            )
         if not self.min_scale <= self.init_scale <= self.max_scale:
             raise ValueError(
-                f"init_scale={init_scale} must lie between min_scale={min_scale} and max_scale={max_scale}."
+                f"init_scale={init_scale} must lie between min_scale={min_scale} and "
+                f"max_scale={max_scale}."
             )
-        self.current_scale = tf.Variable(self.init_scale, trainable=False, dtype=tf.float32, name="loss_scale")
+        self.current_scale = tf.Variable(
+            self.init_scale, trainable=False, dtype=tf.float32, name="loss_scale"
+        )
         # An int32 variable would live on the host and break XLA on a GPU.
         self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64, name="good_steps")
 
@@ -138,20 +151,30 @@ class DynamicLossScale(LossScale):
         grow = good_steps >= self.growth_interval
         grown = tf.minimum(self.current_scale * self.growth_factor, self.max_scale)
         backed_off = tf.maximum(self.current_scale * self.backoff_factor, self.min_scale)
-        self.current_scale.assign(tf.where(grads_finite, tf.where(grow, grown, self.current_scale), backed_off))
+        self.current_scale.assign(
+            tf.where(grads_finite, tf.where(grow, grown, self.current_scale), backed_off)
+        )
         self.good_steps.assign(tf.where(grads_finite & ~grow, good_steps, 0))
 
 
 def _scale(name: str, value: float) -> float:
     if positive(name, value) < _LEAST_SCALE:
-        raise ValueError(f"{name}={value} must be at least {_LEAST_SCALE:.1e}: below, gradients are 0 in float32.")
+        raise ValueError(
+            f"{name}={value} must be at least {_LEAST_SCALE:.1e}: below, gradients are 0 in "
+            "float32."
+        )
     if value > _LARGEST_SCALE:
-        raise ValueError(f"{name}={value} must be at most {_LARGEST_SCALE:.1e}: above, the scaled loss overflows.")
+        raise ValueError(
+            f"{name}={value} must be at most {_LARGEST_SCALE:.1e}: above, the scaled loss "
+            "overflows."
+        )
     return float(value)
 
 
 def get(loss_scale: LossScale | float | str | None, compute_dtype: str) -> LossScale:
-    """Returns the rule that `loss_scale` names; "auto" is a dynamic one under float16 compute, else none."""
+    """Returns the rule that `loss_scale` names; "auto" is a dynamic one under float16 compute, else
+    none.
+    """
     if isinstance(loss_scale, LossScale):
         return loss_scale
     if isinstance(loss_scale, str) and loss_scale == "auto":
@@ -161,6 +184,6 @@ def get(loss_scale: LossScale | float | str | None, compute_dtype: str) -> LossS
     if isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool):
         return StaticLossScale(loss_scale)
     raise TypeError(
-        f"loss_scale={loss_scale!r} must be 'auto', a number, or one of NoLossScale(), StaticLossScale(...), "
-        "DynamicLossScale(...)."
+        f"loss_scale={loss_scale!r} must be 'auto', a number, or one of NoLossScale(), "
+        "StaticLossScale(...), DynamicLossScale(...)."
     )

@@ -27,9 +27,11 @@ from fastaccum.step.update_by_micro_batch import UpdateByMicroBatch
 
 
 class ModelStep(Step):
-    """Trains and evaluates a model on one device: the programs of a `TrainStep` with a `ModelObjective`.
+    """Trains and evaluates a model on one device: the programs of a `TrainStep` with a
+    `ModelObjective`.
 
-    XLA compiles those that take a single micro-batch, as sizes that vary need, if `compile_parts`: each of them for one
+    XLA compiles those that take a single micro-batch, as sizes that vary need, if `compile_parts`:
+        each of them for one
     size. Else TensorFlow runs them op by op, and one trace is for all sizes.
     """
 
@@ -53,11 +55,17 @@ class ModelStep(Step):
             clip_norm=options.clip_norm,
             jit_compile=options.uses_xla,
         )
-        retraces = Retraces(many=5)  # a whole stack, a short last one, and the sizes that rows are filled up to
+        # a whole stack, a short last one, and the sizes that rows are filled up to
+        retraces = Retraces(many=5)
         functions = self._execute, self._execute_many
-        self.compiled_execute, self.compiled_execute_many = make_programs(functions, options.uses_xla, retraces)
-        of_evaluations = Retraces(many=6)  # validation data and those of `evaluate` may differ in size
-        (self.compiled_evaluate,) = make_programs([self._evaluate], options.uses_xla, of_evaluations)
+        self.compiled_execute, self.compiled_execute_many = make_programs(
+            functions, options.uses_xla, retraces
+        )
+        # validation data and those of `evaluate` may differ in size
+        of_evaluations = Retraces(many=6)
+        (self.compiled_evaluate,) = make_programs(
+            [self._evaluate], options.uses_xla, of_evaluations
+        )
         self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
         self.compiled_evaluate.what = "the evaluation"
         self.compiled_execute_many.axes = ("train steps", *self.compiled_execute.axes)
@@ -65,7 +73,11 @@ class ModelStep(Step):
         self.compiled_evaluate.admit = functools.partial(self._admit_program, False, False)
         self.shapes_are_free = not compile_parts
         self._by_micro_batch = UpdateByMicroBatch(
-            self.cycle, self.objective, compile_parts, (Retraces(many=3), of_evaluations), self._admit_part
+            self.cycle,
+            self.objective,
+            compile_parts,
+            (Retraces(many=3), of_evaluations),
+            self._admit_part,
         )
 
     # Compiled.
@@ -79,13 +91,23 @@ class ModelStep(Step):
         return self.running.report(self._run(*stacks))
 
     def _execute_many(self, stack: Batch) -> Executed:
-        """Runs train steps over the leading axis of [steps, micro-batches, rows, ...], in one program."""
-        nothing = StepResult(*(tf.zeros([], d) for d in (tf.float32, tf.float32, tf.float32, tf.bool, tf.float32)))
+        """Runs train steps over the leading axis of [steps, micro-batches, rows, ...], in one
+        program.
+        """
+        nothing = StepResult(
+            *(tf.zeros([], d) for d in (tf.float32, tf.float32, tf.float32, tf.bool, tf.float32))
+        )
 
         def turn(i, last):
             result = self._run(_at(stack, i))
             # What only fills up the dispatch has no gradient.
-            return [result._replace(grad_norm=tf.where(tf.equal(result.weight, 0.0), last.grad_norm, result.grad_norm))]
+            return [
+                result._replace(
+                    grad_norm=tf.where(
+                        tf.equal(result.weight, 0.0), last.grad_norm, result.grad_norm
+                    )
+                )
+            ]
 
         (result,) = loop(trip_count(stack), turn, [nothing])
         return self.running.report(result)
@@ -97,20 +119,32 @@ class ModelStep(Step):
 
     @property
     def programs(self) -> dict[str, Program]:
-        step, steps, evaluation = self.compiled_execute, self.compiled_execute_many, self.compiled_evaluate
+        step, steps, evaluation = (
+            self.compiled_execute,
+            self.compiled_execute_many,
+            self.compiled_evaluate,
+        )
         whole = {"train step": step, "train steps of a dispatch": steps, "evaluation": evaluation}
         return {**whole, **self._by_micro_batch.programs}
 
-    def _admit_program(self, several: bool, training: bool, concrete: ConcreteFunction) -> AbstractContextManager[None]:
+    def _admit_program(
+        self, several: bool, training: bool, concrete: ConcreteFunction
+    ) -> AbstractContextManager[None]:
         stacks, _ = concrete.structured_input_signature
         dispatch = Dispatch(stacks, is_multi_step=several)
         is_compiled = self.objective.options.uses_xla
-        run = FirstRun([concrete], concrete.captured_inputs, dispatch, training, is_compiled=is_compiled)
+        run = FirstRun(
+            [concrete], concrete.captured_inputs, dispatch, training, is_compiled=is_compiled
+        )
         return self._admit(run)
 
-    def _admit_part(self, part: str, training: bool, concrete: ConcreteFunction) -> AbstractContextManager[None]:
+    def _admit_part(
+        self, part: str, training: bool, concrete: ConcreteFunction
+    ) -> AbstractContextManager[None]:
         is_compiled = not self.shapes_are_free
-        run = FirstRun([concrete], concrete.captured_inputs, Dispatch(()), training, part, is_compiled)
+        run = FirstRun(
+            [concrete], concrete.captured_inputs, Dispatch(()), training, part, is_compiled
+        )
         return self._admit(run)
 
     def retrace(self) -> None:
@@ -119,7 +153,11 @@ class ModelStep(Step):
 
     @property
     def _training_programs(self) -> list[Program]:
-        return [self.compiled_execute, self.compiled_execute_many, *self._by_micro_batch.programs.values()]
+        return [
+            self.compiled_execute,
+            self.compiled_execute_many,
+            *self._by_micro_batch.programs.values(),
+        ]
 
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
         return [self._program(dispatch).trace(*dispatch.stacks)]
@@ -142,7 +180,9 @@ class ModelStep(Step):
         return totals, lambda: self.running.index_checks.require(seen)
 
     def _require(self, executed: Executed, dispatch: Dispatch, place: str = "") -> None:
-        """Checks the outcome as `Step.require` does; the message of an error begins with `place`."""
+        """Checks the outcome as `Step.require` does; the message of an error begins with
+        `place`.
+        """
         if executed.fine:
             return
         running = self.running

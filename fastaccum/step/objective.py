@@ -25,11 +25,15 @@ class Objective:
         return contextlib.nullcontext()
 
     def prepare(self, stacks: Sequence[Any], counts: list[tf.Tensor] | None = None) -> Any:
-        """Computes what every micro-batch must know of the stacks, of which several devices have counted `counts`."""
+        """Computes what every micro-batch must know of the stacks, of which several devices have
+        counted `counts`.
+        """
         return None
 
     def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Computes the loss sum and the weight sum of one micro-batch, with what `prepare` returned."""
+        """Computes the loss sum and the weight sum of one micro-batch, with what `prepare`
+        returned.
+        """
         raise NotImplementedError
 
     def typical_weight(self, stacks: Sequence[Any]) -> float:
@@ -38,27 +42,39 @@ class Objective:
         return float(sum(math.prod(size or 1 for size in tensor.shape[:2]) for tensor in first))
 
     def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
-        """Returns the divisor of the loss sum: the weight sum, unless the loss is a sum; 0 where nothing is valid."""
+        """Returns the divisor of the loss sum: the weight sum, unless the loss is a sum; 0 where
+        nothing is valid.
+        """
         return weight_sum
 
     def penalty(self) -> tf.Tensor | None:
-        """Computes a loss that is added once per step, whatever the number of micro-batches (weight regularisers)."""
+        """Computes a loss that is added once per step, whatever the number of micro-batches (weight
+        regularisers).
+        """
         return None
 
     def accepts(self) -> tf.Tensor:
-        """Returns a bool scalar, computed after the loop; the step changes nothing where it is False."""
+        """Returns a bool scalar, computed after the loop; the step changes nothing where it is
+        False.
+        """
         return tf.constant(True)
 
 
 class LossFunction(Objective):
     """Minimises `loss_fn(micro_batch) -> (loss_sum, weight_sum)` and nothing else."""
 
-    def __init__(self, loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]], state: Sequence[tf.Variable] = ()):
+    def __init__(
+        self,
+        loss_fn: Callable[[Any], tuple[tf.Tensor, tf.Tensor]],
+        state: Sequence[tf.Variable] = (),
+    ):
         try:
             with contextlib.suppress(ValueError):  # of one of C's, which does not say
                 inspect.signature(loss_fn).bind(None)
         except TypeError:
-            raise TypeError(f"loss_fn={checks.shown(loss_fn)} must be a function of one micro-batch.") from None
+            raise TypeError(
+                f"loss_fn={checks.shown(loss_fn)} must be a function of one micro-batch."
+            ) from None
         self.state = tf_variables("state", state)
         # AutoGraph for the one function that is not ours: it makes a trace many times as long.
         self._loss_fn = converted(loss_fn)
@@ -80,12 +96,19 @@ def listed(name: str, values: Iterable[Variable]) -> list[Variable]:
 
 
 def tf_variables(name: str, variables: Iterable[Variable]) -> list[tf.Variable]:
-    """Returns the tf.Variables behind tf.Variables and Keras variables; raises TypeError or ValueError for others."""
+    """Returns the tf.Variables behind tf.Variables and Keras variables; raises TypeError or
+    ValueError for others.
+    """
     found: dict[int, tf.Variable] = {}
     for variable in listed(name, variables):
-        value = variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+        value = (
+            variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
+        )
         if not isinstance(value, tf.Variable):
-            raise TypeError(f"{name} holds {checks.shown(variable)}, which is not a tf.Variable or a Keras variable.")
+            raise TypeError(
+                f"{name} holds {checks.shown(variable)}, which is not a tf.Variable or a Keras "
+                "variable."
+            )
         if id(value) in found:
             raise ValueError(f"{name} holds {value.name!r} twice: pass each variable once.")
         found[id(value)] = value

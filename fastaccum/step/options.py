@@ -32,36 +32,54 @@ def _auto_or_bool(name: str, value: Any) -> JitCompile:
 
 
 def _auto_or_count(name: str, value: Any) -> int | str:
-    return checks.one_of(name, value, ("auto",)) if isinstance(value, str) else checks.whole_number(name, value)
+    return (
+        checks.one_of(name, value, ("auto",))
+        if isinstance(value, str)
+        else checks.whole_number(name, value)
+    )
 
 
 def _rules(
-    check: Check,  # takes the option's name and a value; returns the value to use, or raises TypeError or ValueError
+    # takes the option's name and a value; returns the value to use, or raises TypeError or
+    # ValueError
+    check: Check,
     *,
-    may_change: bool = False,  # True if an attribute of a Trainer may be set after the train step was built
-    must_agree: bool = True,  # False if a training may be resumed with another value, as the option moves no weight
+    # True if an attribute of a Trainer may be set after the train step was built
+    may_change: bool = False,
+    # False if a training may be resumed with another value, as the option moves no weight
+    must_agree: bool = True,
 ) -> dict[str, object]:
     return {"check": check, "may_change": may_change, "must_agree": must_agree}
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of a train step, checked and frozen; their meanings are those of `Trainer`'s arguments."""
+    """The options of a train step, checked and frozen; their meanings are those of `Trainer`'s
+    arguments.
+    """
 
     # A checkpoint's "cut" has the accumulation, since other pieces may make the same update.
     gradient_accumulation_steps: int = field(
         default=1, metadata=_rules(checks.whole_number, may_change=True, must_agree=False)
     )
-    steps_per_execution: int = field(default=1, metadata=_rules(checks.whole_number, may_change=True))
+    steps_per_execution: int = field(
+        default=1, metadata=_rules(checks.whole_number, may_change=True)
+    )
     loss_scale: loss_scales.LossScale | float | None = field(
         default=None, metadata=_rules(lambda _, value: loss_scales.get(value, "float32"))
     )
     clip_norm: float | None = field(default=None, metadata=_rules(checks.positive_or_none))
     fp32_weight_gradients: bool = field(default=True, metadata=_rules(checks.true_or_false))
-    flash_attention: FlashAttention = field(default="auto", metadata=_rules(_one_of("auto", True, False)))
+    flash_attention: FlashAttention = field(
+        default="auto", metadata=_rules(_one_of("auto", True, False))
+    )
     jit_compile: JitCompile = field(default="auto", metadata=_rules(_auto_or_bool))
-    on_nonfinite: OnNonfinite = field(default="skip", metadata=_rules(_one_of("skip", "raise"), must_agree=False))
-    shard_optimizer: ShardOptimizer = field(default="auto", metadata=_rules(_auto_or_bool, must_agree=False))
+    on_nonfinite: OnNonfinite = field(
+        default="skip", metadata=_rules(_one_of("skip", "raise"), must_agree=False)
+    )
+    shard_optimizer: ShardOptimizer = field(
+        default="auto", metadata=_rules(_auto_or_bool, must_agree=False)
+    )
     max_programs: int | Literal["auto"] = field(
         default="auto", metadata=_rules(_auto_or_count, may_change=True, must_agree=False)
     )
@@ -69,39 +87,54 @@ class Options:
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
-            object.__setattr__(self, option.name, option.metadata["check"](option.name, getattr(self, option.name)))
+            object.__setattr__(
+                self, option.name, option.metadata["check"](option.name, getattr(self, option.name))
+            )
 
     @property
     def uses_xla(self) -> bool:
-        """True if XLA compiles the step that is built with these options, in which "auto" has become a choice."""
+        """True if XLA compiles the step that is built with these options, in which "auto" has
+        become a choice.
+        """
         assert self.jit_compile != "auto"
         return self.jit_compile
 
     @property
     def most_sizes(self) -> int:
-        """The number of sizes of a micro-batch that get programs of their own, where rows or lengths are padded."""
+        """The number of sizes of a micro-batch that get programs of their own, where rows or
+        lengths are padded.
+        """
         return 4 if isinstance(self.max_programs, str) else self.max_programs
 
     @classmethod
     def names(cls, **wanted: bool) -> list[str]:
         """Returns the options' names, of those alone whose rules have the `wanted` values."""
-        return [option.name for option in dataclasses.fields(cls) if wanted.items() <= option.metadata.items()]
+        return [
+            option.name
+            for option in dataclasses.fields(cls)
+            if wanted.items() <= option.metadata.items()
+        ]
 
     def replace(self, name: str, value: Any, *, built: bool) -> Options:
-        """Returns these options with another value; ValueError if a train step was built with the present one."""
+        """Returns these options with another value; ValueError if a train step was built with the
+        present one.
+        """
         new = dataclasses.replace(self, **{name: value})
         if not built or name in self.names(may_change=True):
             return new
-        if repr(getattr(new, name)) != repr(getattr(self, name)):  # which tells loss scales apart by their arguments
+        # which tells loss scales apart by their arguments
+        if repr(getattr(new, name)) != repr(getattr(self, name)):
             raise ValueError(
-                f"{name}={value!r} cannot be set: the train step was built with {getattr(self, name)!r}. Make a new "
-                "Trainer, with a new optimizer."
+                f"{name}={value!r} cannot be set: the train step was built with "
+                f"{getattr(self, name)!r}. Make a new Trainer, with a new optimizer."
             )
         return self
 
 
 def capped(name: str, value: int | None) -> int | None:
-    """Returns a number of epochs or steps, checked; at most what `keras.config` says, with a warning, as in Keras."""
+    """Returns a number of epochs or steps, checked; at most what `keras.config` says, with a
+    warning, as in Keras.
+    """
     value = None if value is None else checks.whole_number(name, value)
     limit = keras.config.max_epochs() if name == "epochs" else keras.config.max_steps_per_epoch()
     if not limit or (value is not None and value <= limit):
@@ -131,7 +164,9 @@ class Schedule:
             object.__setattr__(self, name, capped(name, getattr(self, name)))
         several = isinstance(self.validation_freq, (list, tuple, set))
         if several and not self.validation_freq:
-            raise ValueError(f"{freq}={self.validation_freq} names no epoch: pass the epochs to validate after.")
+            raise ValueError(
+                f"{freq}={self.validation_freq} names no epoch: pass the epochs to validate after."
+            )
         for epoch in self.validation_freq if several else [self.validation_freq]:
             checks.whole_number(freq, epoch)
 

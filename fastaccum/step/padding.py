@@ -35,40 +35,49 @@ class _Results(NamedTuple):
 class Padding:
     """Computes micro-batches as they are and padded, and compares all that comes out.
 
-    That is the model's outputs for the steps given, the losses, metrics and what they leave in the state, and the
-    gradients of losses and outputs. They are computed op by op, in training and not, without dropout, with the weights
-    as they are, moved by 0.1, and moved at random: a weight that is 0 before the training would hide what it lets in,
+    That is the model's outputs for the steps given, the losses, metrics and what they leave in the
+    state, and the gradients of losses and outputs. They are computed op by op, in training and not,
+    without dropout, with the weights
+    as they are, moved by 0.1, and moved at random: a weight that is 0 before the training would
+        hide what it lets in,
     and a maximum what is below it. All is as it was afterwards.
 
     Args:
         objective: the model's.
         enter: returns the scope of the computation.
 
-    Attributes:
-        fills: values that may stand for padding in a model's inputs: 0, and those of its Masking layers.
+    Attributes: fills: values that may stand for padding in a model's inputs: 0, and those of its
+        Masking layers.
     """
 
-    def __init__(self, objective: ModelObjective, enter: Callable[[], AbstractContextManager[None]] = nullcontext):
+    def __init__(
+        self,
+        objective: ModelObjective,
+        enter: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
         self._objective = objective
         self._enter = enter
         masking = [each for each in objective.model.layers if "keras.Masking" in kinds(each)]
         self.fills = list(dict.fromkeys([0.0, *(float(each.mask_value) for each in masking)]))
 
     def is_same(self, given: Batch, padded: Batch, thoroughly: bool) -> bool | None:
-        """Tells if the padded micro-batch has the results of the one given; None where that cannot be computed.
+        """Tells if the padded micro-batch has the results of the one given; None where that cannot
+        be computed.
 
         If not `thoroughly`, without gradients, and with the weights as they are alone.
         """
         marks_targets = bool(tf.nest.flatten(padded.real))
         if marks_targets and self._objective.metrics.has_own_functions:
-            return False  # a value that is 0 before the training, as an accuracy may be, would show nothing
+            # a value that is 0 before the training, as an accuracy may be, would show nothing
+            return False
         known = None
         with self._enter(), restored([*self._state, *self._weights]), replaced(self._without_draws):
             for training, with_gradients in self._moved() if thoroughly else [(True, False)]:
                 try:
                     expected = self._results(given, training, with_gradients)
                     found = self._results(padded, training, with_gradients)
-                except Exception:  # of whatever the model cannot take, such as a sequence too short or too long
+                except Exception:
+                    # of whatever the model cannot take, such as a sequence too short or too long
                     return None
                 if not expected.is_telling:
                     continue
@@ -106,14 +115,21 @@ class Padding:
     @property
     def _without_draws(self) -> Sequence[tuple[keras.layers.Layer, str, object]]:
         layers = [each for each in self._objective.model.called_layers if of_keras(type(each))]
-        return [(each, name, 0.0) for each in layers for name in _RATES if isinstance(getattr(each, name, None), float)]
+        return [
+            (each, name, 0.0)
+            for each in layers
+            for name in _RATES
+            if isinstance(getattr(each, name, None), float)
+        ]
 
     def _results(self, batch: Batch, training: bool, with_gradients: bool) -> _Results:
         objective = self._objective
         trained = [raw(v) for v in objective.model.trainable_variables]
         with restored(self._state), tf.GradientTape() as tape:
             terms, y_pred = objective.terms(batch, training=training, observe=False)
-            outputs = [_steps_given(output, batch) for output in objective.outputs.predictions(y_pred)]
+            outputs = [
+                _steps_given(output, batch) for output in objective.outputs.predictions(y_pred)
+            ]
             objective.update_metrics(batch, terms, y_pred, training)
             total = tf.add_n([term.loss_sum for term in terms])
             for number, output in enumerate(outputs):
@@ -122,7 +138,9 @@ class Padding:
             state = [variable.numpy() for variable in self._state]
         gradients = []
         if with_gradients:
-            found = tape.gradient(total, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            found = tape.gradient(
+                total, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO
+            )
             gradients = [tf.convert_to_tensor(gradient) for gradient in found]
         losses = [term.loss_sum for term in terms] + [term.weight_sum for term in terms]
         return _Results(_as_arrays(outputs), _as_arrays(losses), state, _as_arrays(gradients))
@@ -154,4 +172,6 @@ def _are_close(expected: np.ndarray, found: np.ndarray, tolerance: float) -> boo
         return np.array_equal(expected, found)
     expected = expected.astype("float64")
     largest = np.abs(expected).max(initial=0.0)
-    return np.allclose(found.astype("float64"), expected, rtol=tolerance, atol=tolerance * largest + 1e-7)
+    return np.allclose(
+        found.astype("float64"), expected, rtol=tolerance, atol=tolerance * largest + 1e-7
+    )

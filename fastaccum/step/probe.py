@@ -14,16 +14,21 @@ from fastaccum.step.model_objective import ModelObjective
 
 
 def probe(objective: ModelObjective, sample: Batch) -> list[str]:
-    """Traces one micro-batch like `sample`, a nest of specs, if the model computes losses or metrics itself.
+    """Traces one micro-batch like `sample`, a nest of specs, if the model computes losses or
+    metrics itself.
 
-    Returns the names of losses that are no sum or mean over rows, of which a step of several micro-batches warns.
-    Raises ValueError for what is not exact, or cannot be restored.
+    Returns the names of losses that are no sum or mean over rows, of which a step of several
+    micro-batches warns. Raises ValueError for what is not exact, or cannot be restored.
     """
     for output, operation in objective.losses.mixing.items():
         objective.mixing[f"The loss of output {output!r}"] = operation
     outputs = [*objective.losses.mixing, *objective.losses.unproven]
     mixing = [f"the loss of output {output!r}" for output in outputs]
-    if objective.own is None and not objective.has_own_metrics and not objective.model.added_reductions:
+    if (
+        objective.own is None
+        and not objective.has_own_metrics
+        and not objective.model.added_reductions
+    ):
         return mixing
 
     def forward(training: bool, batch: Batch) -> tuple[list[tf.Tensor], Mapping[str, tf.Tensor]]:
@@ -42,10 +47,15 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
         for mode, trace in ((True, training), (False, traced(False, **rows))):
             objective.metrics.expect(trace.structured_outputs[1], mode)
     known = (*objective.state, *objective.model.metric_variables, *objective.running.variables)
-    if left := [v.name for v in traces.list_assigned(training.graph, []) if not any(v is each for each in known)]:
+    if left := [
+        v.name
+        for v in traces.list_assigned(training.graph, [])
+        if not any(v is each for each in known)
+    ]:
         raise ValueError(
-            f"{type(objective.model.model).__name__} assigns {left} as it computes its loss or metrics, which no step "
-            "could restore. Make them by add_weight(..., trainable=False), or hold a keras.metrics.Metric."
+            f"{type(objective.model.model).__name__} assigns {left} as it computes its loss or "
+            "metrics, which no step could restore. Make them by add_weight(..., "
+            "trainable=False), or hold a keras.metrics.Metric."
         )
     return mixing if rows else [*mixing, *_require_sums(objective, training)]
 
@@ -56,14 +66,22 @@ def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[s
     of_outputs = len(objective.losses.outputs)
     if normalized is not None and "sum" in objective.reductions[:of_outputs]:
         raise ValueError(
-            f"{name}.compute_loss weights its compiled loss by what it finds in the whole batch ({normalized}), "
-            "and the loss's reduction is 'sum': over micro-batches, each with weights of its own, the sums add up "
-            "to something else. Write the step with fastaccum.TrainStep, whose loss function returns "
-            "(model.compute_loss(x, y, model(x, training=True), None) * rows, rows)."
+            f"{name}.compute_loss weights its compiled loss by what it finds in the whole batch "
+            f"({normalized}), and the loss's reduction is 'sum': over micro-batches, each with "
+            "weights of its own, the sums add up to something else. Write the step with "
+            "fastaccum.TrainStep, whose loss function returns (model.compute_loss(x, y, "
+            "model(x, training=True), None) * rows, rows)."
         )
     by_row = not objective.model.mixes_rows and not objective.model.moving_layers
-    beyond = [row_mixing.first_op_beyond_sums(loss, by_row) for loss in traced.structured_outputs[0][of_outputs:]]
-    found = [each for each in (row_mixing.first_comparison_of_rows(traced.graph), normalized, *beyond) if each]
+    beyond = [
+        row_mixing.first_op_beyond_sums(loss, by_row)
+        for loss in traced.structured_outputs[0][of_outputs:]
+    ]
+    found = [
+        each
+        for each in (row_mixing.first_comparison_of_rows(traced.graph), normalized, *beyond)
+        if each
+    ]
     if found:
         objective.mixing[f"A loss that {name} computes itself"] = found[0]
     return [f"a loss of {name}'s own"] if found else []

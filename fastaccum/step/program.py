@@ -22,40 +22,52 @@ _FEWER_SIZES = "Make batches of a few sizes, such as by dataset.unbatch().batch(
 _FEWER_LENGTHS = (
     "Where the model leaves padding out, as by a mask, pad to a few lengths: "
     "dataset.padded_batch(batch_size, padded_shapes), or dataset.bucket_by_sequence_length(..., "
-    "pad_to_bucket_boundary=True) with batches that fill an update each. Trainer(max_programs=...) is how many lengths "
-    "fastaccum pads to by itself (docs/guides/varying-batches.md)."
+    "pad_to_bucket_boundary=True) with batches that fill an update each. "
+    "Trainer(max_programs=...) is how many lengths fastaccum pads to by itself "
+    "(docs/guides/varying-batches.md)."
 )
 
 
 class Retraces:
-    """Warns, once for all programs that share the object, of a program that is compiled for `many` shapes."""
+    """Warns, once for all programs that share the object, of a program that is compiled for `many`
+    shapes.
+    """
 
     def __init__(self, many: int = 32) -> None:
         self._many = many
         self._warned = False
 
     def note(self, seconds: Mapping[tuple, float], axes: Sequence[str]) -> None:
-        """Counts a program's signatures after a new one, the last, with the seconds of their first calls.
+        """Counts a program's signatures after a new one, the last, with the seconds of their first
+        calls.
 
         `axes` names the first axes of their tensors.
         """
         *_, (structure, *_) = seconds
-        shapes = [[shape for _, shape, _ in leaves] for known, *leaves in seconds if known == structure]
+        shapes = [
+            [shape for _, shape, _ in leaves] for known, *leaves in seconds if known == structure
+        ]
         if self._warned or len(shapes) < self._many:
             return
         self._warned = True
-        most = max(({tuple(shape): None for shape in column} for column in zip(*shapes, strict=False)), key=len)
+        most = max(
+            ({tuple(shape): None for shape in column} for column in zip(*shapes, strict=False)),
+            key=len,
+        )
         shown = [str(shape) for shape in most]
         if len(shown) > 4:
             shown[3:-1] = ["..."]
-        differing = [axis for axis, lengths in enumerate(zip(*most, strict=False)) if len({*lengths}) > 1]
+        differing = [
+            axis for axis, lengths in enumerate(zip(*most, strict=False)) if len({*lengths}) > 1
+        ]
         only_rows_differ = all(axis < len(axes) for axis in differing)
         remedy = _FEWER_SIZES if only_rows_differ else _FEWER_LENGTHS
         what = dict.fromkeys(axes[axis] if axis < len(axes) else "lengths" for axis in differing)
         warn(
             f"{len(shapes)} programs were made so far, one for each kind of stack, which took "
-            f"{sum(seconds.values()):.0f} s; all stay in memory. What differs: {', '.join(what)}. One tensor came in "
-            f"{len(most)} shapes, [{', '.join(axes)}, ...]: {', '.join(shown)}. {remedy}"
+            f"{sum(seconds.values()):.0f} s; all stay in memory. What differs: "
+            f"{', '.join(what)}. One tensor came in {len(most)} shapes, [{', '.join(axes)}, "
+            f"...]: {', '.join(shown)}. {remedy}"
         )
 
 
@@ -67,7 +79,9 @@ _announcer = contextvars.ContextVar[Callable[[str], object]]("announcer", defaul
 
 @contextlib.contextmanager
 def announce(say: Callable[[str], object] | None) -> Iterator[None]:
-    """Passes parts of a line to `say` while programs are traced and compiled inside the block; None changes nothing."""
+    """Passes parts of a line to `say` while programs are traced and compiled inside the block; None
+    changes nothing.
+    """
     if say is None:
         yield
         return
@@ -88,7 +102,9 @@ def announce(say: Callable[[str], object] | None) -> Iterator[None]:
 
 
 class _Relaxed:
-    """A trace that is open in the rows, and in lengths where those of its signatures have differed."""
+    """A trace that is open in the rows, and in lengths where those of its signatures have
+    differed.
+    """
 
     def __init__(self, shapes: list[tuple]):
         self.shapes = shapes  # of the arguments' leaves
@@ -100,13 +116,20 @@ class _Relaxed:
         return self.concrete is not None and self._merged(signature) == self.shapes
 
     def opened_for(self, signature: tuple) -> list[tuple]:
-        """Returns the shapes, open where this signature differs, and in all rows: a last batch is short."""
-        return [(*shape[:1], None, *shape[2:]) if len(shape) > 1 else shape for shape in self._merged(signature)]
+        """Returns the shapes, open where this signature differs, and in all rows: a last batch is
+        short.
+        """
+        return [
+            (*shape[:1], None, *shape[2:]) if len(shape) > 1 else shape
+            for shape in self._merged(signature)
+        ]
 
     def _merged(self, signature: tuple) -> list[tuple]:
         merged = []
         for known, own in zip(self.shapes, _shapes(signature), strict=True):
-            merged.append(tuple(one if one == other else None for one, other in zip(known, own, strict=True)))
+            merged.append(
+                tuple(one if one == other else None for one, other in zip(known, own, strict=True))
+            )
         return merged
 
 
@@ -116,26 +139,39 @@ def _shapes(signature: tuple) -> list[tuple]:
 
 
 class Program(TracedFunction):
-    """A function of nests of tensors and None, traced and compiled once per structure, shapes and dtypes.
+    """A function of nests of tensors and None, traced and compiled once per structure, shapes and
+    dtypes.
 
-    Called with variables' handles that were looked up once, without TensorFlow's layers of Python. Programs of one
-    training share `retraces`. One that `may_relax` has one trace for all lengths behind the first axis, where XLA does
-    not compile it and the function can be traced so.
+    Called with variables' handles that were looked up once, without TensorFlow's layers of Python.
+    Programs of one training share `retraces`. One that `may_relax` has one trace for all lengths
+    behind the first axis, where XLA does not compile it and the function can be traced so.
     """
 
-    # Returns the scope of a concrete function's first run; an error of the scope keeps it from running.
-    admit: Callable[[ConcreteFunction], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    # Returns the scope of a concrete function's first run; an error of the scope keeps it from
+    # running.
+    admit: Callable[[ConcreteFunction], contextlib.AbstractContextManager[None]] = (
+        contextlib.nullcontext
+    )
 
-    def __init__(self, function: Callable[..., object], jit_compile: bool = True, retraces: Retraces | None = None):
+    def __init__(
+        self,
+        function: Callable[..., object],
+        jit_compile: bool = True,
+        retraces: Retraces | None = None,
+    ):
         super().__init__(function, jit_compile)
-        self.anew = self.retrace  # and whatever else retraces the compiled functions that this one calls
+        # and whatever else retraces the compiled functions that this one calls
+        self.anew = self.retrace
         self.may_relax = False
         self.what = "the train step"  # for what is said while it compiles
-        self.axes: tuple[str, ...] = ("micro-batches", "rows")  # names of the arguments' first axes, for a warning
+        # names of the arguments' first axes, for a warning
+        self.axes: tuple[str, ...] = ("micro-batches", "rows")
         self._calls: dict[tuple, Callable[[list[tf.Tensor]], Any]] = {}
-        self._relaxed: dict[tuple, _Relaxed] = {}  # by what signatures that differ in lengths have in common
+        # by what signatures that differ in lengths have in common
+        self._relaxed: dict[tuple, _Relaxed] = {}
         self._retraces = retraces or Retraces()
-        self.seconds: dict[tuple, float] = {}  # that the first call of each kind took, by its signature
+        # that the first call of each kind took, by its signature
+        self.seconds: dict[tuple, float] = {}
 
     def __call__(self, *args: object) -> Any:
         leaves, signature = flatten(args)
@@ -146,7 +182,8 @@ class Program(TracedFunction):
         for leaf in leaves:
             if not tf.is_tensor(leaf):
                 raise TypeError(
-                    f"A program takes tensors in plain dicts, lists and tuples, not {type(leaf).__name__} {leaf!r:.99}."
+                    "A program takes tensors in plain dicts, lists and tuples, not "
+                    f"{type(leaf).__name__} {leaf!r:.99}."
                 )
         start = time.perf_counter()
         say = _announcer.get() if self.jit_compile else _say_nothing
@@ -177,7 +214,10 @@ class Program(TracedFunction):
         try:
             with self.admit(concrete):
                 last = compile_cache.seconds_last_time(name)
-                say(f"{traced - start:.1f} s. Compiling it{'' if last is None else f' ({last:.1f} s last time)'}: ")
+                say(
+                    f"{traced - start:.1f} s. Compiling "
+                    f"it{'' if last is None else f' ({last:.1f} s last time)'}: "
+                )
                 outputs, loaded = compile_cache.called(name, run, again)
         except BaseException:  # the next run is the first again
             self._calls.pop(signature, None)
@@ -190,10 +230,14 @@ class Program(TracedFunction):
             self._retraces.note(self.seconds, self.axes)
         return outputs
 
-    def _run_relaxed(self, relaxed: _Relaxed, args: tuple, leaves: list[tf.Tensor], signature: tuple) -> object:
-        """Runs a relaxed trace for the first time with this signature; a trace of its own where that fails.
+    def _run_relaxed(
+        self, relaxed: _Relaxed, args: tuple, leaves: list[tf.Tensor], signature: tuple
+    ) -> object:
+        """Runs a relaxed trace for the first time with this signature; a trace of its own where
+        that fails.
 
-        Code that asks for a length, as `table[: x.shape[1]]` does, finds none in a relaxed trace. Variables are as
+        Code that asks for a length, as `table[: x.shape[1]]` does, finds none in a relaxed trace.
+            Variables are as
         before then. A shape that does not fit is refused by the trace of its own.
         """
         assert relaxed.concrete is not None
@@ -212,7 +256,9 @@ class Program(TracedFunction):
         return self._calls[signature](leaves)
 
     def _find_relaxed(self, signature: tuple) -> _Relaxed | None:
-        """Returns the trace of signatures that differ from this one in lengths alone; None if there may be none."""
+        """Returns the trace of signatures that differ from this one in lengths alone; None if there
+        may be none.
+        """
         if self.jit_compile or not self.may_relax:
             return None
         structure, *leaves = signature
@@ -221,12 +267,18 @@ class Program(TracedFunction):
             self._relaxed[in_common] = _Relaxed(_shapes(signature))
         return self._relaxed[in_common]
 
-    def _trace_relaxed(self, relaxed: _Relaxed, leaves: list[tf.Tensor], signature: tuple) -> ConcreteFunction | None:
-        """Traces the function for all lengths that have come so far; None where it needs to know them."""
+    def _trace_relaxed(
+        self, relaxed: _Relaxed, leaves: list[tf.Tensor], signature: tuple
+    ) -> ConcreteFunction | None:
+        """Traces the function for all lengths that have come so far; None where it needs to know
+        them.
+        """
         if relaxed.is_refused:
             return None
         shapes = relaxed.opened_for(signature)
-        specs = [tf.TensorSpec(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
+        specs = [
+            tf.TensorSpec(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)
+        ]
         try:
             concrete = self.trace(*optree.tree_unflatten(signature[0], specs))
         except Exception:  # of any code in the model
@@ -245,19 +297,28 @@ class Program(TracedFunction):
 def make_programs(
     functions: Iterable[Callable[..., object]], jit_compile: bool, retraces: Retraces | None = None
 ) -> list[Program]:
-    """Makes programs of one training; those that share `retraces`, as all of one call do, warn once of many shapes."""
+    """Makes programs of one training; those that share `retraces`, as all of one call do, warn once
+    of many shapes.
+    """
     retraces = retraces or Retraces()
     return [Program(function, jit_compile, retraces) for function in functions]
 
 
 def flatten(nest: Any) -> tuple[list[tf.Tensor], tuple]:
-    """Flattens a nest to its arrays or tensors, and the signature that nests of one program have in common."""
+    """Flattens a nest to its arrays or tensors, and the signature that nests of one program have in
+    common.
+    """
     leaves, structure = optree.tree_flatten(nest)
-    return leaves, (structure, *[(type(t), getattr(t, "shape", None), getattr(t, "dtype", None)) for t in leaves])
+    return leaves, (
+        structure,
+        *[(type(t), getattr(t, "shape", None), getattr(t, "dtype", None)) for t in leaves],
+    )
 
 
 def _call_of(concrete: ConcreteFunction, args: tuple) -> Callable[[list[tf.Tensor]], Any]:
-    """Returns a function that calls a concrete function, traced with `args`, with the tensors of a nest like these."""
+    """Returns a function that calls a concrete function, traced with `args`, with the tensors of a
+    nest like these.
+    """
     captured, function = concrete.captured_inputs, private.inference_function(concrete)
     given, returned = map(optree.tree_structure, (args, concrete.structured_outputs))
     order, size = _order(given), len(function.function_type.flat_outputs)
@@ -286,18 +347,28 @@ def _call_of(concrete: ConcreteFunction, args: tuple) -> Callable[[list[tf.Tenso
 
 
 def _order(structure: optree.PyTreeSpec) -> list[int]:
-    """Numbers a structure's leaves in the order of TensorFlow's nests, which sort the keys of an OrderedDict too."""
+    """Numbers a structure's leaves in the order of TensorFlow's nests, which sort the keys of an
+    OrderedDict too.
+    """
     numbers = optree.tree_unflatten(structure, range(structure.num_leaves))
     return [number for number in tf.nest.flatten(numbers) if number is not None]
 
 
 @contextlib.contextmanager
 def preserve_variables(handles: Iterable[tf.Tensor]) -> Iterator[None]:
-    """Keeps the values of the variables that a program captured through a failure of its run inside the block."""
-    # XLA writes results over variables, and may run out of memory once these are freed; held elsewhere, it leaves them.
+    """Keeps the values of the variables that a program captured through a failure of its run inside
+    the block.
+    """
+    # XLA writes results over variables, and may run out of memory once these are freed; held
+    # elsewhere, it leaves them.
     resources = [handle for handle in handles if handle.dtype == tf.resource]
-    dtypes = [private.get_eager_safe_handle_data(handle).shape_and_type[0].dtype for handle in resources]
-    values = [tf.raw_ops.ReadVariableOp(resource=h, dtype=d) for h, d in zip(resources, dtypes, strict=True)]
+    dtypes = [
+        private.get_eager_safe_handle_data(handle).shape_and_type[0].dtype for handle in resources
+    ]
+    values = [
+        tf.raw_ops.ReadVariableOp(resource=h, dtype=d)
+        for h, d in zip(resources, dtypes, strict=True)
+    ]
     yield
     values.clear()
     # What XLA has allocated it does not write over, then or later: back to memory of TensorFlow's.

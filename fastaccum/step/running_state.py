@@ -1,4 +1,6 @@
-"""Variables that train steps change beside the model, the optimizer and the loss scale: running logs and guards."""
+"""Variables that train steps change beside the model, the optimizer and the loss scale: running
+logs and guards.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from fastaccum.step.train_step import StepResult
 
 
 class Executed(NamedTuple):
-    """The results of one dispatch of the compiled program, on the device: reading one waits for the dispatch."""
+    """The results of one dispatch of the compiled program, on the device: reading one waits for the
+    dispatch.
+    """
 
     result: StepResult  # the last train step's
     logs: dict[str, tf.Tensor]  # running means since the last reset
@@ -24,14 +28,23 @@ class Executed(NamedTuple):
 
 
 class RunningState:
-    """Holds running means of losses, weighted by rows as in Keras, metrics, the count of skipped steps, and guards."""
+    """Holds running means of losses, weighted by rows as in Keras, metrics, the count of skipped
+    steps, and guards.
+    """
 
-    def __init__(self, loss_names: Sequence[str], metrics: Metrics, index_checks: IndexChecks, stuck_steps: StuckSteps):
+    def __init__(
+        self,
+        loss_names: Sequence[str],
+        metrics: Metrics,
+        index_checks: IndexChecks,
+        stuck_steps: StuckSteps,
+    ):
         self.metrics, self.index_checks, self.stuck_steps = metrics, index_checks, stuck_steps
         self.loss = keras.metrics.Mean()
         self.losses = {name: keras.metrics.Mean() for name in loss_names}
         for name, mean in self.means.items():
-            mean.name = name  # in `model.metrics`; the variables keep the names that checkpoints know
+            # in `model.metrics`; the variables keep the names that checkpoints know
+            mean.name = name
         self.skipped = tf.Variable(0, trainable=False, dtype=tf.int64, name="skipped_steps")
 
     @property
@@ -47,12 +60,19 @@ class RunningState:
 
     @property
     def micro_batch_variables(self) -> list[tf.Variable]:
-        """The variables that every micro-batch adds to: sums from zero, but for metrics of the user's own."""
-        return [*self.metrics.variables, *(v.value for mean in self.losses.values() for v in mean.variables)]
+        """The variables that every micro-batch adds to: sums from zero, but for metrics of the
+        user's own.
+        """
+        return [
+            *self.metrics.variables,
+            *(v.value for mean in self.losses.values() for v in mean.variables),
+        ]
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The variables that a checkpoint saves: no stuck steps, whose cause may have been mended before a resume."""
+        """The variables that a checkpoint saves: no stuck steps, whose cause may have been mended
+        before a resume.
+        """
         return [*self.log_variables, self.skipped, *self.index_checks.variables]
 
     def reset_logs(self) -> None:
@@ -62,7 +82,9 @@ class RunningState:
         self.metrics.reset()
 
     def show(self, losses: Mapping[str, float]) -> None:
-        """Sets the means to the losses of an evaluation, which `model.metrics` has then, as in Keras."""
+        """Sets the means to the losses of an evaluation, which `model.metrics` has then, as in
+        Keras.
+        """
         for name, mean in self.means.items():
             mean.reset_state()
             mean.update_state(losses[name])
@@ -79,12 +101,16 @@ class RunningState:
         return self.index_checks.in_range() & self.stuck_steps.running()
 
     def add_parts(self, parts: Sequence[tf.Tensor], rows: tf.Tensor, all_rows: tf.Tensor) -> None:
-        """Adds to the means a micro-batch's part of each loss; the micro-batch has `rows` of the step's `all_rows`."""
+        """Adds to the means a micro-batch's part of each loss; the micro-batch has `rows` of the
+        step's `all_rows`.
+        """
         for mean, part in zip(self.losses.values(), parts, strict=False):
             mean.update_state(tf.math.divide_no_nan(part * all_rows, rows), rows)
 
     def add_step(self, scale: tf.Tensor, result: StepResult, rows: tf.Tensor) -> StepResult:
-        """Counts a train step of `rows` rows that began with the loss scale `scale`; returns the step's result."""
+        """Counts a train step of `rows` rows that began with the loss scale `scale`; returns the
+        step's result.
+        """
         valid = tf.not_equal(result.weight, 0.0)
         skipped = ~result.grads_finite & valid
         self.stuck_steps.count(skipped & (result.loss_scale >= scale), valid)
@@ -93,7 +119,9 @@ class RunningState:
         return result
 
     def report(self, result: StepResult, fine: tf.Tensor | bool = True) -> Executed:
-        """Reports the logs so far and what the guards saw; `fine` is False where another device has an error."""
+        """Reports the logs so far and what the guards saw; `fine` is False where another device has
+        an error.
+        """
         losses = {name: mean.result() for name, mean in self.means.items()}
         logs = {
             **self.metrics.logs(losses, training=True),
@@ -101,7 +129,9 @@ class RunningState:
             "loss_scale": result.loss_scale,
             "skipped_steps": self.skipped.read_value(),
         }
-        return Executed(result, logs, self.index_checks.seen(), self.stuck_steps.seen(), self.fine() & fine)
+        return Executed(
+            result, logs, self.index_checks.seen(), self.stuck_steps.seen(), self.fine() & fine
+        )
 
     def savable(self) -> bool:
         """Returns False while all steps are skipped; raises ValueError for indices out of range."""

@@ -27,7 +27,8 @@ class FirstRun(NamedTuple):
     """A program that is about to run for the first time."""
 
     programs: list[ConcreteFunction]  # of one device, in this order
-    captured: Sequence[tf.Tensor]  # handles and constants of `programs`, on all of this process's devices
+    # handles and constants of `programs`, on all of this process's devices
+    captured: Sequence[tf.Tensor]
     dispatch: Dispatch  # of specs; empty for a part of a train step
     training: bool
     part: str = ""  # what the program computes, where that is not a whole train step or evaluation
@@ -45,7 +46,9 @@ class MemoryGuard(Protocol):
 
 
 class Step(abc.ABC):
-    """Trains and evaluates a model by compiled programs, on one device or on the replicas of a strategy."""
+    """Trains and evaluates a model by compiled programs, on one device or on the replicas of a
+    strategy.
+    """
 
     objective: ModelObjective  # the model's losses, metrics and state
     cycle: TrainStep
@@ -61,7 +64,9 @@ class Step(abc.ABC):
 
     @property
     def elsewhere(self) -> Collection[int]:
-        """The ids of the optimizer's variables that the first replica, which holds the most, does not."""
+        """The ids of the optimizer's variables that the first replica, which holds the most, does
+        not.
+        """
         return ()
 
     @property
@@ -89,7 +94,9 @@ class Step(abc.ABC):
 
     @contextlib.contextmanager
     def temporary_retrace(self) -> Iterator[None]:
-        """Retraces the training programs inside the block, for XLA, and restores their earlier traces on exit."""
+        """Retraces the training programs inside the block, for XLA, and restores their earlier
+        traces on exit.
+        """
         compiled = dataclasses.replace(self.objective.options, jit_compile=True)
         programs = self._training_programs
         traced = [(each, name, value) for each in programs for name, value in vars(each).items()]
@@ -101,49 +108,68 @@ class Step(abc.ABC):
 
     @abc.abstractmethod
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
-        """Returns the concrete functions that one device runs, in order, for a dispatch of tensors or specs."""
+        """Returns the concrete functions that one device runs, in order, for a dispatch of tensors
+        or specs.
+        """
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
-        """Runs a dispatch, on a GPU without a wait; raises ValueError if XLA cannot compile it, OutOfMemoryError."""
+        """Runs a dispatch, on a GPU without a wait; raises ValueError if XLA cannot compile it,
+        OutOfMemoryError.
+        """
         try:
             return self._dispatch(dispatch)
         except Exception as error:
             self._reraise(error)
 
     def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
-        """Returns the sums of `ModelObjective.evaluate`, and a function that raises for indices out of range."""
+        """Returns the sums of `ModelObjective.evaluate`, and a function that raises for indices out
+        of range.
+        """
         try:
             return self._evaluate_dispatch(dispatch)
         except Exception as error:
             self._reraise(error)
 
     def require(self, executed: Executed, dispatch: Dispatch) -> None:
-        """Waits for a dispatch; raises ValueError for indices out of range, NonFiniteError, OutOfMemoryError."""
+        """Waits for a dispatch; raises ValueError for indices out of range, NonFiniteError,
+        OutOfMemoryError.
+        """
         try:
             self._require(executed, dispatch)
-        except (tf.errors.ResourceExhaustedError, MemoryError) as error:  # no scope is entered in each step
+        except (tf.errors.ResourceExhaustedError, MemoryError) as error:
+            # no scope is entered in each step
             with self._translate_oom_errors():
                 raise error
 
-    def lockstep(self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool = True) -> Iterator[Dispatch]:
-        """Yields the dispatches of a pass; raises WorkersDifferError on every worker if their data differ in length."""
+    def lockstep(
+        self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool = True
+    ) -> Iterator[Dispatch]:
+        """Yields the dispatches of a pass; raises WorkersDifferError on every worker if their data
+        differ in length.
+        """
         with self._translate_oom_errors():
             yield from self._lockstep(stacks, dispatches, training)
 
     def translate_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Raises XLA's refusal of an operation inside the block as a ValueError that names the layer."""
+        """Raises XLA's refusal of an operation inside the block as a ValueError that names the
+        layer.
+        """
         return compilable.translate_errors(self.objective.model)
 
     @abc.abstractmethod
     def _dispatch(self, dispatch: Dispatch) -> Executed: ...
 
     @abc.abstractmethod
-    def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]: ...
+    def _evaluate_dispatch(
+        self, dispatch: Dispatch
+    ) -> tuple[list[tf.Tensor], Callable[[], None]]: ...
 
     @abc.abstractmethod
     def _require(self, executed: Executed, dispatch: Dispatch) -> None: ...
 
-    def _lockstep(self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool) -> Iterator[Dispatch]:
+    def _lockstep(
+        self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool
+    ) -> Iterator[Dispatch]:
         return dispatches
 
     def _admit(self, run: FirstRun) -> contextlib.AbstractContextManager[None]:
@@ -161,10 +187,14 @@ class Step(abc.ABC):
 
 
 class PendingStep:
-    """A dispatch whose outcome has not been read yet; `require` lets go of its data, which logs would hold."""
+    """A dispatch whose outcome has not been read yet; `require` lets go of its data, which logs
+    would hold.
+    """
 
     def __init__(self, step: Step, executed: Executed, dispatch: Dispatch):
-        self._require: Callable[[], None] | None = functools.partial(step.require, executed, dispatch)
+        self._require: Callable[[], None] | None = functools.partial(
+            step.require, executed, dispatch
+        )
 
     def require(self) -> None:
         """Waits for the dispatch and raises what `Step.require` raises, once."""

@@ -1,4 +1,6 @@
-"""Updates and evaluations computed a micro-batch at a time, for sizes that seldom come together again."""
+"""Updates and evaluations computed a micro-batch at a time, for sizes that seldom come together
+again.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ from fastaccum.step.train_step import Accumulated, TrainStep
 
 
 class HeldSums:
-    """Variables that hold an update's sums between its programs, and the state from before its first micro-batch."""
+    """Variables that hold an update's sums between its programs, and the state from before its
+    first micro-batch.
+    """
 
     def __init__(self, cycle: TrainStep):
         tables = cycle.variables if cycle.optimizer.needs_lookups else []
         self.gradients = [_zeros(v.shape, accumulator_dtype(v.dtype)) for v in cycle.variables]
-        self.looked_up = {j: _zeros(v.shape[:1], tf.bool) for j, v in enumerate(tables) if v.shape.rank}
+        self.looked_up = {
+            j: _zeros(v.shape[:1], tf.bool) for j, v in enumerate(tables) if v.shape.rank
+        }
         self.loss_sum = _zeros([], tf.float32)
         self.weight_sum = _zeros([], tf.float32)
         self.rows = _zeros([], tf.float32)
@@ -38,15 +44,14 @@ class UpdateByMicroBatch:
         for stack in stacks:  add(stack)  # compiled once for each size
         end()                             # compiled once
 
-    A program of the whole update would be compiled for each combination of sizes. Its numbers are these, to float32
-    rounding. Between the programs the sums are in variables, which XLA adds to in place.
+    A program of the whole update would be compiled for each combination of sizes. Its numbers are
+    these, to float32 rounding. Between the programs the sums are in variables, which XLA adds to in
+    place.
 
-    Args:
-        cycle: the train step of whole updates.
-        objective: the cycle's objective.
-        jit_compile: compile with XLA, for each size. Without it, one trace is for all sizes.
-        retraces: what the other programs share, those that train and those that evaluate.
-        admit: `admit(part, training, program)` returns the scope of the first run of a program of this part.
+    Args: cycle: the train step of whole updates. objective: the cycle's objective. jit_compile:
+        compile with XLA, for each size. Without it, one trace is for all sizes. retraces: what the
+        other programs share, those that train and those that evaluate. admit: `admit(part,
+        training, program)` returns the scope of the first run of a program of this part.
     """
 
     def __init__(
@@ -61,7 +66,8 @@ class UpdateByMicroBatch:
         self._objective = objective
         self._options = dataclasses.replace(objective.options, jit_compile=jit_compile)
         self._held: HeldSums | None = None
-        # Places of the variables that the loss reaches, and of those of which it looks rows up: known from a trace.
+        # Places of the variables that the loss reaches, and of those of which it looks rows up:
+        # known from a trace.
         self._reached: set[int] = set()
         self._looked_up: set[int] = set()
         self._reached_at_end: set[int] = set()  # as the program of the end was traced with
@@ -88,7 +94,9 @@ class UpdateByMicroBatch:
         }
 
     def __call__(self, stacks: Sequence[Batch]) -> Executed:
-        """Runs the train step on the stacks; an error after the first one leaves the objective's state as before."""
+        """Runs the train step on the stacks; an error after the first one leaves the objective's
+        state as before.
+        """
         objective = self._objective
         if self._held is None:
             objective.warn_of_parts()
@@ -114,13 +122,17 @@ class UpdateByMicroBatch:
             raise
 
     def evaluate(self, stack: Batch) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Returns the sums of `ModelObjective.evaluate` for one micro-batch, and what the index checks have seen."""
+        """Returns the sums of `ModelObjective.evaluate` for one micro-batch, and what the index
+        checks have seen.
+        """
         return self._evaluate(stack)
 
     # Compiled, or run op by op.
 
     def _as_compiled(self) -> AbstractContextManager[None]:
-        """Lets the objective compute in the block as these programs are run, whatever runs whole updates."""
+        """Lets the objective compute in the block as these programs are run, whatever runs whole
+        updates.
+        """
         return replaced([(self._objective, "options", self._options)])
 
     def _count_micro_batch(self, stack: Batch) -> tf.Tensor:

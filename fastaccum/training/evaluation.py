@@ -19,19 +19,31 @@ from fastaccum.training.step_builder import StepBuilder
 
 
 class Evaluation:
-    """Computes loss and metrics over `steps` batches, or all, of data that is read in as many `passes`.
+    """Computes loss and metrics over `steps` batches, or all, of data that is read in as many
+    `passes`.
 
     A pass over data that is read once, such as a generator, begins where the last one ended.
     """
 
-    def __init__(self, builder: StepBuilder, data: source.Source, options: Options, steps: int | None, passes: int = 1):
+    def __init__(
+        self,
+        builder: StepBuilder,
+        data: source.Source,
+        options: Options,
+        steps: int | None,
+        passes: int = 1,
+    ):
         steps = capped("steps", steps)
         if steps is not None and isinstance(data, source.DatasetSource):
             data.read_at_most(steps * passes)
         self._builder = builder
         self._step = builder.get_or_build(data.sample, options)
         # One micro-batch per dispatch where the caller counts them.
-        micro_batches = options.gradient_accumulation_steps * options.steps_per_execution if steps is None else 1
+        micro_batches = (
+            options.gradient_accumulation_steps * options.steps_per_execution
+            if steps is None
+            else 1
+        )
         self._stacks = data.stacks(builder.evaluation_layout(options, micro_batches), steps, passes)
         self._sample, self._model = data.sample, self._step.objective.model.model
         self._read_once = data.read_once
@@ -70,7 +82,9 @@ class Evaluation:
         return logs
 
     def _next_pass(self) -> Iterator[Dispatch]:
-        """Returns the dispatches of the next pass; raises ValueError if data that is read once is used up."""
+        """Returns the dispatches of the next pass; raises ValueError if data that is read once is
+        used up.
+        """
         if self._read_once:
             dispatches = next(self._passes, None)
             if dispatches is not None:
@@ -83,15 +97,21 @@ class Evaluation:
         return self._step.objective.evaluated([t.numpy().item() for t in totals])
 
     def in_order(self, logs: Mapping[str, float]) -> float | list[float]:
-        """Returns the logs' values as Keras's `evaluate` does: a list in its order, or the only value."""
+        """Returns the logs' values as Keras's `evaluate` does: a list in its order, or the only
+        value.
+        """
         values = [logs[name] for name in self._step.objective.in_order(logs)]
         return values[0] if len(values) == 1 else values
 
     def require_traceable(self, like: Batch) -> None:
-        """Traces the evaluation unless its rows have the shapes of `like`, so that errors come before training."""
+        """Traces the evaluation unless its rows have the shapes of `like`, so that errors come
+        before training.
+        """
         if _row_shapes(self._sample) == _row_shapes(like):
             return
-        one = tf.nest.map_structure(lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), self._sample)
+        one = tf.nest.map_structure(
+            lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), self._sample
+        )
         with self._step.translate_errors():
             tf.function(self._step.objective.evaluate, autograph=False).get_concrete_function(one)
 
@@ -101,7 +121,9 @@ def _row_shapes(sample: Batch) -> object:
 
 
 def predict(model: Model, x: object, **options: Any) -> Any:
-    """Returns Keras's predictions; raises ValueError for data that the model cannot be called with."""
+    """Returns Keras's predictions; raises ValueError for data that the model cannot be called
+    with.
+    """
     for name in ("batch_size", "steps"):
         if options[name] is not None:
             checks.whole_number(name, options[name])
@@ -113,4 +135,6 @@ def predict(model: Model, x: object, **options: Any) -> Any:
             return model.predict(x, **options)
     except (tf.errors.InvalidArgumentError, StopIteration) as error:
         why = str(error) or "it yields nothing"
-        raise ValueError(f"The model cannot be called with x ({type(x).__name__}): {why}") from error
+        raise ValueError(
+            f"The model cannot be called with x ({type(x).__name__}): {why}"
+        ) from error

@@ -30,23 +30,32 @@ def make_plan(
     verbose: Literal["auto", 0, 1, 2] = "auto",
     bound_suffices: bool = False,
 ) -> planner.Plan:
-    """Plans a micro-batch of `at_most` so many rows for data like `sample`; other arguments are `fastaccum.plan`'s.
+    """Plans a micro-batch of `at_most` so many rows for data like `sample`; other arguments are
+    `fastaccum.plan`'s.
 
-    If a `bound_suffices`, as where the micro-batch is asked for and not its figures, nothing is compiled on a CPU that
-    plainly has the room.
+    If a `bound_suffices`, as where the micro-batch is asked for and not its figures, nothing is
+    compiled on a CPU that plainly has the room.
     """
-    asked = {"memory_limit": memory_limit, "recompute": recompute, "verbose": verbose, "at_most": at_most}
+    asked = {
+        "memory_limit": memory_limit,
+        "recompute": recompute,
+        "verbose": verbose,
+        "at_most": at_most,
+    }
     builder.fingerprint.require_alike("plan", global_batch_size=global_batch_size, **asked)
     if recompute is not None:
         checks.one_of("recompute", recompute, ("auto",))
     if options.jit_compile is False:
         raise ValueError(
-            "jit_compile=False: what a step needs is read off XLA's plan of its memory, and there is none. Make the "
-            "Trainer with jit_compile='auto', or pass a batch_size."
+            "jit_compile=False: what a step needs is read off XLA's plan of its memory, and "
+            "there is none. Make the Trainer with jit_compile='auto', or pass a batch_size."
         )
     instead = "pass a batch_size: what fits is read off an XLA program"
     compilable.require(builder.recipe.model, instead)
-    size, replicas = checks.whole_number("global_batch_size", global_batch_size), builder.recipe.replicas
+    size, replicas = (
+        checks.whole_number("global_batch_size", global_batch_size),
+        builder.recipe.replicas,
+    )
     rows = planner.candidates(size, 1 if replicas is None else replicas.count, at_most)
     step = builder.get_or_build(specs(sample, rows[-1]), options)
     compilable.require_no_python(builder.calling_python, instead)
@@ -61,27 +70,43 @@ def make_plan(
         bound_suffices=bound_suffices,
     )
     # A model that computes again already does so as its user chose.
-    policies = planner.RECOMPUTED if recompute and not installed(step.objective.model.model) else (None,)
+    policies = (
+        planner.RECOMPUTED if recompute and not installed(step.objective.model.model) else (None,)
+    )
     with step.translate_errors():
         return search.plan(rows, memory_limit, policies)
 
 
 def plan_for_data(builder: StepBuilder, options: Options, data: Any, **asked: Any) -> planner.Plan:
-    """Plans the micro-batch for data as `fit` takes them; `asked` are the other arguments of `fastaccum.plan`."""
+    """Plans the micro-batch for data as `fit` takes them; `asked` are the other arguments of
+    `fastaccum.plan`.
+    """
     if hasattr(data, "__next__") or isinstance(wrap_sequence(data), keras.utils.PyDataset):
         raise TypeError(f"sample is a {type(data).__name__}: pass one of its batches, as a tuple.")
     with checks.naming("sample"):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    source = builder.recipe.make_source(x, y, sample_weight, options, batch_size=None, what="sample")
+    source = builder.recipe.make_source(
+        x, y, sample_weight, options, batch_size=None, what="sample"
+    )
     return make_plan(builder, options, source.sample, **asked)
 
 
 def summarize(
-    builder: StepBuilder, options: Options, x: object, y: object, sample_weight: object, batch_size: int | None
+    builder: StepBuilder,
+    options: Options,
+    x: object,
+    y: object,
+    sample_weight: object,
+    batch_size: int | None,
 ) -> Summary:
-    """Compiles the step for data as `fit` takes them, or for the data seen first where x is None; runs nothing."""
+    """Compiles the step for data as `fit` takes them, or for the data seen first where x is None;
+    runs nothing.
+    """
     if is_read_once(x):
-        raise TypeError(f"x is a {type(x).__name__}, which would lose what is read of it: pass one of its batches.")
+        raise TypeError(
+            f"x is a {type(x).__name__}, which would lose what is read of it: pass one of its "
+            "batches."
+        )
     sample = builder.sample
     if x is not None:
         sample = builder.recipe.make_source(x, y, sample_weight, options, batch_size=None).sample
@@ -90,7 +115,9 @@ def summarize(
     if batch_size is not None:
         sample = specs(sample, checks.whole_number("batch_size", batch_size))
     if options.jit_compile is False:
-        raise ValueError("jit_compile=False: there is no XLA program to summarize. Pass jit_compile='auto'.")
+        raise ValueError(
+            "jit_compile=False: there is no XLA program to summarize. Pass jit_compile='auto'."
+        )
     instead = "do without a summary, whose figures are those of an XLA program"
     compilable.require(builder.recipe.model, instead)
     step = builder.get_or_build(sample, options)

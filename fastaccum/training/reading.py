@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-# Seconds to wait for a batch that is being read, which may never come where a worker of a PyDataset was killed.
+# Seconds to wait for a batch that is being read, which may never come where a worker of a PyDataset
+# was killed.
 LONGEST_WAIT = 2.0
 
 
@@ -22,8 +23,9 @@ class Reader(Protocol):
 def reading(*readers: Reader | None) -> Iterator[None]:
     """Closes the readers at the end of the block, also where it raises.
 
-    TensorFlow's threads call Python for a `tf.data.Dataset` of Python code. An iterator that something still holds,
-    such as an error's traceback, is deleted only as the interpreter ends. That waits for the threads, which can no
+    TensorFlow's threads call Python for a `tf.data.Dataset` of Python code. An iterator that
+    something still holds, such as an error's traceback, is deleted only as the interpreter ends.
+    That waits for the threads, which can no
     longer call Python by then: the process would never end.
     """
     try:
@@ -32,7 +34,9 @@ def reading(*readers: Reader | None) -> Iterator[None]:
         _release_iterators(error)
         raise
     finally:
-        closing = threading.Thread(target=_close, args=(readers,), name="fastaccum-close", daemon=True)
+        closing = threading.Thread(
+            target=_close, args=(readers,), name="fastaccum-close", daemon=True
+        )
         try:
             closing.start()
             closing.join(LONGEST_WAIT)
@@ -47,7 +51,9 @@ def _close(readers: Sequence[Reader | None]) -> None:
 
 
 def _release_iterators(error: BaseException) -> None:
-    """Clears TensorFlow's frames in the traceback of an error: Ctrl-C leaves one that holds the iterator."""
+    """Clears TensorFlow's frames in the traceback of an error: Ctrl-C leaves one that holds the
+    iterator.
+    """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").startswith("tensorflow."):
             with contextlib.suppress(RuntimeError):  # a frame that still runs

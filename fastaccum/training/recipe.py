@@ -1,4 +1,6 @@
-"""A model and what trains it, as a Trainer was given them; and what workers and a resumed training must share."""
+"""A model and what trains it, as a Trainer was given them; and what workers and a resumed training
+must share.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,22 @@ class Recipe:
 
     @classmethod
     def build(cls, model: arguments.KerasModel, **compiled: Any) -> Recipe:
-        """Checks arguments of `Trainer` and completes those of `compile` by what the model was compiled with."""
+        """Checks arguments of `Trainer` and completes those of `compile` by what the model was
+        compiled with.
+        """
         adapted = models.get(model)
         own_methods.require_called(adapted)
         metrics = own_loss.with_compiled_defaults(adapted, compiled)
         trains = optimizers.get(metrics.pop("optimizer"), adapted.keras_module.optimizers)
         losses = {name: metrics.pop(name) for name in ("loss", "loss_weights")}
-        found = cls(adapted, trains, Losses(**losses), Metrics(**metrics), losses, replicas.replicas_for(adapted))
+        found = cls(
+            adapted,
+            trains,
+            Losses(**losses),
+            Metrics(**metrics),
+            losses,
+            replicas.replicas_for(adapted),
+        )
         if found.replicas is not None:
             found.replicas.require_optimizer(found.optimizer)
         return found
@@ -49,53 +60,92 @@ class Recipe:
         return self.given["loss"] is not None and not self.model.overrides("compute_loss")
 
     def require_replicas(self, options: Options) -> None:
-        """Raises ValueError for an optimizer that is to be shared out, with no replicas to share it."""
+        """Raises ValueError for an optimizer that is to be shared out, with no replicas to share
+        it.
+        """
         if options.shard_optimizer is True and self.replicas is None:
             raise ValueError(
-                "shard_optimizer=True, and the model was made outside the scope of a tf.distribute strategy: make it "
-                "inside, or pass 'auto'."
+                "shard_optimizer=True, and the model was made outside the scope of a "
+                "tf.distribute strategy: make it inside, or pass 'auto'."
             )
 
     def takes_text(self, options: Options) -> bool:
         by_itself = options.jit_compile == "auto" and bool(self.model.uncompilable_layers())
         return (by_itself or not options.jit_compile) and self.model.may_take_text
 
-    def make_source(self, x: object, y: object, sample_weight: object, options: Options, **arguments: Any) -> Source:
-        """Makes the source of data as `fit` takes them; `arguments` are those of `make_data_source`."""
-        arguments |= {"preprocess": self.model.preprocess, "sparse_labels": sparse_labels(self.given["loss"])}
+    def make_source(
+        self, x: object, y: object, sample_weight: object, options: Options, **arguments: Any
+    ) -> Source:
+        """Makes the source of data as `fit` takes them; `arguments` are those of
+        `make_data_source`.
+        """
+        arguments |= {
+            "preprocess": self.model.preprocess,
+            "sparse_labels": sparse_labels(self.given["loss"]),
+        }
         arguments |= {"needs_targets": self.needs_targets, "text": self.takes_text(options)}
         return make_data_source(x, y, sample_weight, **arguments)
 
 
 class RunFingerprint:
-    """Describes a run as plain values, and compares the description with those of the other workers."""
+    """Describes a run as plain values, and compares the description with those of the other
+    workers.
+    """
 
     def __init__(self, recipe: Recipe):
         self._recipe, self._replicas = recipe, recipe.replicas
-        self._given = {**recipe.given, **dict(zip(("metrics", "weighted_metrics"), recipe.metrics.user, strict=True))}
+        self._given = {
+            **recipe.given,
+            **dict(zip(("metrics", "weighted_metrics"), recipe.metrics.user, strict=True)),
+        }
         self.changes = state.ChangesOfTraining()
 
     def require_alike(self, call: str, **description: object) -> None:
-        """Raises WorkersDifferError on every worker if the workers are in other calls, or describe them differently."""
+        """Raises WorkersDifferError on every worker if the workers are in other calls, or describe
+        them differently.
+        """
         if self._replicas is not None:
             self._replicas.require_alike(call, **description)
 
     def require_one_program(self, options: Options, sample: Batch) -> None:
-        """Raises WorkersDifferError if the workers' programs would differ, which may not come through the build."""
+        """Raises WorkersDifferError if the workers' programs would differ, which may not come
+        through the build.
+        """
         if self._replicas is None or self._replicas.workers == 1:
             return
-        variables = {"model": self._recipe.model.variables, "optimizer": [], "loss_scale": [], "step": []}
+        variables = {
+            "model": self._recipe.model.variables,
+            "optimizer": [],
+            "loss_scale": [],
+            "step": [],
+        }
         description = self.describe(variables, options, sample, {})
         others = {name: getattr(options, name) for name in options.names(must_agree=False)}
-        self.require_alike("the first step", versions=state.versions(), **description, options=others)
+        self.require_alike(
+            "the first step", versions=state.versions(), **description, options=others
+        )
 
     def describe(
-        self, variables: Mapping[str, Sequence[Variable]], options: Options, sample: Batch, plan: Mapping[str, object]
+        self,
+        variables: Mapping[str, Sequence[Variable]],
+        options: Options,
+        sample: Batch,
+        plan: Mapping[str, object],
     ) -> state.Json:
-        """Describes the model, its losses and metrics, the optimizer, the options and the data as plain values."""
-        model, optimizer, named = self._recipe.model, self._recipe.optimizer, state.name_variables(variables)
-        specs = {  # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
-            group: {name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}" for name, v in own.items()}
+        """Describes the model, its losses and metrics, the optimizer, the options and the data as
+        plain values.
+        """
+        model, optimizer, named = (
+            self._recipe.model,
+            self._recipe.optimizer,
+            state.name_variables(variables),
+        )
+        # under mixed precision the dtype of a tf_keras model's variable is the compute dtype
+        specs = {
+            group: {
+                name: f"{getattr(v, 'true_dtype', v.dtype).name}{v.shape.as_list()}"
+                for name, v in own.items()
+            }
             for group, own in named.items()
         }
         known, layers = [*model.layers, optimizer.optimizer], dict[str, object]()
@@ -106,7 +156,9 @@ class RunFingerprint:
         backend = model.keras_module.backend
         compared = {name: getattr(options, name) for name in options.names(must_agree=True)}
         loss_scale = fingerprint.describe(compared.pop("loss_scale"))  # which has variables, too
-        compared |= {name: getattr(backend, name)() for name in ("epsilon", "floatx", "image_data_format")}
+        compared |= {
+            name: getattr(backend, name)() for name in ("epsilon", "floatx", "image_data_format")
+        }
         data = [f"{spec.dtype.name}{spec.shape.as_list()[1:]}" for spec in tf.nest.flatten(sample)]
         return state.plain(
             {

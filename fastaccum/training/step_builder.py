@@ -1,4 +1,6 @@
-"""Builds a Trainer's step from the specs of its first micro-batch, and checks that the model stays the same."""
+"""Builds a Trainer's step from the specs of its first micro-batch, and checks that the model stays
+the same.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class StepBuilder:
     @graph_scoped_gradients()
     @without_collection()
     def get_or_build(self, sample: Batch, options: Options) -> Step:
-        """Returns the step, built once from specs of a micro-batch; raises ValueError if the model has changed."""
+        """Returns the step, built once from specs of a micro-batch; raises ValueError if the model
+        has changed.
+        """
         self._model.require_inputs(sample.x)
         if self.step is None:
             step = self._build(sample, options)
@@ -70,27 +74,39 @@ class StepBuilder:
                 self.split_sensitive = probe(step.objective, sample)
             self._recomputed = remat.installed(self._model.model)
             self._slots = self._places_of_slots()
-            self.step, self.sample = step, sample  # last: a step that is refused may be built again with other options
+            # last: a step that is refused may be built again with other options
+            self.step, self.sample = step, sample
         if self._recomputed != (now := remat.installed(self._model.model)):
             self._recomputed = now
             self.step.retrace()
         self.require_same_weights()
         if self._slots != self._places_of_slots():
             raise ValueError(
-                "The optimizer's slots have moved since this Trainer was built: another Trainer shares them out in "
-                "another way (shard_optimizer). Make a new Trainer, with this optimizer, to train on."
+                "The optimizer's slots have moved since this Trainer was built: another Trainer "
+                "shares them out in another way (shard_optimizer). Make a new Trainer, with this "
+                "optimizer, to train on."
             )
         if not self._model.takes_targets_apart:
-            # Targets for other outputs, on a program that exists, would be an obscure error of tf.function's.
+            # Targets for other outputs, on a program that exists, would be an obscure error of
+            # tf.function's.
             self.recipe.losses.require_targets(self._outputs, sample.y)
         return self.step
 
     def _build(self, sample: Batch, options: Options) -> Step:
-        recipe, model, losses, metrics = self.recipe, self._model, self.recipe.losses, self.recipe.metrics
+        recipe, model, losses, metrics = (
+            self.recipe,
+            self._model,
+            self.recipe.losses,
+            self.recipe.metrics,
+        )
         recipe.require_replicas(options)
         self.fingerprint.require_one_program(options, sample)
         # A model that is not built yet makes its variables on every replica.
-        with contextlib.nullcontext() if recipe.replicas is None else recipe.replicas.strategy.scope():
+        with (
+            contextlib.nullcontext()
+            if recipe.replicas is None
+            else recipe.replicas.strategy.scope()
+        ):
             y_pred = model.symbolic_call(sample.x, training=True)
         y_true = tf.nest.map_structure(lambda s: keras.KerasTensor(s.shape, s.dtype.name), sample.y)
         may_fall_back = options.jit_compile == "auto"
@@ -101,10 +117,14 @@ class StepBuilder:
         compilable.require_recomputable(model)
         if recipe.needs_targets or metrics.given:
             y_true, y_pred = model.matched(sample.x, y_true, y_pred)
-        self._outputs = model.OUTPUTS(model.output_names, y_pred, recipe.given["loss"], model.overrides("compute_loss"))
+        self._outputs = model.OUTPUTS(
+            model.output_names, y_pred, recipe.given["loss"], model.overrides("compute_loss")
+        )
         losses.build(self._outputs, y_true, model.takes_targets_apart)
         names = losses.log_names
-        metrics.build(self._outputs, y_true, names, model.own_metrics, model.own_reset, model.own_results)
+        metrics.build(
+            self._outputs, y_true, names, model.own_metrics, model.own_reset, model.own_results
+        )
         self.calling_python = compilable.list_python_callers(model, losses, metrics)
         if options.jit_compile:
             batch = sample.x, sample.y, y_pred, sample.sample_weight
@@ -115,10 +135,14 @@ class StepBuilder:
         if not losses.outputs:
             own_loss.require_any(model, called=True)
         if not model.trainable_variables:
-            raise ValueError(f"model {model.model.name!r} has no trainable variables: there is nothing to train.")
+            raise ValueError(
+                f"model {model.model.name!r} has no trainable variables: there is nothing to train."
+            )
         parts = model, self._outputs, losses, metrics, recipe.optimizer, options
         if recipe.replicas is None:
-            return ModelStep(*parts, compile_parts=options.uses_xla and (has_gpu() or not may_fall_back))
+            return ModelStep(
+                *parts, compile_parts=options.uses_xla and (has_gpu() or not may_fall_back)
+            )
         if self._shards(options):
             try:
                 return ShardedStep(recipe.replicas, *parts)
@@ -128,8 +152,13 @@ class StepBuilder:
         return ReplicatedStep(recipe.replicas, *parts)
 
     def _without_xla(self, options: Options, callers: list[str], may_fall_back: bool) -> Options:
-        """Returns options without XLA for what calls Python, with a warning; ValueError if XLA was asked for."""
-        what = f"XLA cannot compile {', '.join(callers)}, which call Python (tf.py_function, tf.numpy_function)"
+        """Returns options without XLA for what calls Python, with a warning; ValueError if XLA was
+        asked for.
+        """
+        what = (
+            f"XLA cannot compile {', '.join(callers)}, which call Python (tf.py_function, "
+            "tf.numpy_function)"
+        )
         remedy = "write them with keras.ops or TensorFlow"
         if self._model.python_calls:  # in layers
             remedy += ", or move what only prepares inputs into the input pipeline (dataset.map)"
@@ -139,7 +168,9 @@ class StepBuilder:
         return dataclasses.replace(options, jit_compile=False)
 
     def _places_of_slots(self) -> list[int]:
-        variables = [] if self.recipe.replicas is None else self.recipe.optimizer.optimizer.variables
+        variables = (
+            [] if self.recipe.replicas is None else self.recipe.optimizer.optimizer.variables
+        )
         return [id(raw(v)) for v in variables if len(v.shape)]
 
     def _shards(self, options: Options) -> bool:
@@ -149,13 +180,18 @@ class StepBuilder:
             return own is not None and own.count > 1 and options.shard_optimizer is True
         trained = model.trainable_variables
         tight = functools.partial(needs_shares, model.variables, trained, own.devices)
-        needed = len(trained) >= own.count and not slots.indivisible(optimizer) and tight(slots.MOST_PER_WEIGHT)
+        needed = (
+            len(trained) >= own.count
+            and not slots.indivisible(optimizer)
+            and tight(slots.MOST_PER_WEIGHT)
+        )
         try:
             with replicas.outside_scope():
                 needed = needed and tight(slots.slots_per_weight(optimizer))
         except Exception:  # of a class of the user's own, which cannot be made again
             needed = False
-        return any(said for (said,) in own.gather([needed]))  # the worker with the least room decides
+        # the worker with the least room decides
+        return any(said for (said,) in own.gather([needed]))
 
     def _is_faster_compiled(self, x: Nest) -> bool:
         """Decides what `jit_compile="auto"` is for the model."""
@@ -164,7 +200,9 @@ class StepBuilder:
             with replicas.on_first_replica(own):
                 work = model.work(x)
             parameters = sum(math.prod(v.shape) for v in model.trainable_variables)
-            faster = jit_choice.is_faster_compiled(work, parameters, rows=tf.nest.flatten(x)[0].shape[0])
+            faster = jit_choice.is_faster_compiled(
+                work, parameters, rows=tf.nest.flatten(x)[0].shape[0]
+            )
         return faster if own is None else bool(own.gather([faster])[0][0])  # as the chief has it
 
     def _compile(self, running: RunningState) -> None:
@@ -177,9 +215,11 @@ class StepBuilder:
         return hasattr(self._model.model, _FITTING)
 
     def fitting(self, step: Step) -> contextlib.AbstractContextManager[None]:
-        """Compiles the model with what trains it; no other Trainer's `evaluate` compiles it inside the block.
+        """Compiles the model with what trains it; no other Trainer's `evaluate` compiles it inside
+        the block.
 
-        Inside the block, an evaluation by the model's own methods leaves the logs of the epoch as they are.
+        Inside the block, an evaluation by the model's own methods leaves the logs of the epoch as
+        they are.
         """
         if self._model.compiled_since(self._compilation):
             self._compile(step.running)
@@ -196,39 +236,54 @@ class StepBuilder:
         return contextlib.nullcontext()
 
     def require_same(self) -> None:
-        """Raises ValueError if a callback has compiled the model, or switched what of it is trained."""
+        """Raises ValueError if a callback has compiled the model, or switched what of it is
+        trained.
+        """
         self.require_same_weights()
         if self._model.compiled_since(self._compilation):
             raise ValueError(
-                "The model was compiled anew within this fit, by a callback or by another Trainer. As in Keras, that "
-                "cannot change a training under way: end the fit, and make a new Trainer."
+                "The model was compiled anew within this fit, by a callback or by another "
+                "Trainer. As in Keras, that cannot change a training under way: end the fit, and "
+                "make a new Trainer."
             )
 
     def require_same_weights(self) -> None:
-        """Raises ValueError if the `trainable` attributes are no longer those that the step was built for."""
+        """Raises ValueError if the `trainable` attributes are no longer those that the step was
+        built for.
+        """
         trained_now = () if self.step is None else self.step.cycle.trained
-        trained, trainable = ({id(v): v for v in vs} for vs in (trained_now, self._model.trainable_variables))
+        trained, trainable = (
+            {id(v): v for v in vs} for vs in (trained_now, self._model.trainable_variables)
+        )
         if list(trained) != list(trainable):
             switched = ((trained | trainable)[i] for i in trained.keys() ^ trainable.keys())
             changed = [getattr(v, "path", v.name) for v in switched]
             raise ValueError(
-                f"The model's trainable variables have changed since this Trainer was built: {sorted(changed)}. If the "
-                "`trainable` of a layer was switched, switch it back; to train it as it is now, make a new Trainer, "
-                "and a new optimizer if a layer was unfrozen."
+                "The model's trainable variables have changed since this Trainer was built: "
+                f"{sorted(changed)}. If the `trainable` of a layer was switched, switch it back; "
+                "to train it as it is now, make a new Trainer, and a new optimizer if a layer "
+                "was unfrozen."
             )
         if moved := sorted({*self._moving} ^ {*self._model.moving_layers}):
             raise ValueError(
-                f"`trainable` of {moved} was switched since this Trainer was built: switch back, or make a new Trainer."
+                f"`trainable` of {moved} was switched since this Trainer was built: switch back, "
+                "or make a new Trainer."
             )
 
     def training_layout(self, options: Options) -> Layout:
-        """Returns the layout of train steps' stacks; a model must have been called to know if its rows are coupled."""
+        """Returns the layout of train steps' stacks; a model must have been called to know if its
+        rows are coupled.
+        """
         own = not self.recipe.needs_targets or self.recipe.losses.need_exact_rows
         exact = self._model.couples_rows or own or self.recipe.metrics.need_exact_rows
-        return self._layout(options, options.gradient_accumulation_steps, options.steps_per_execution, exact)
+        return self._layout(
+            options, options.gradient_accumulation_steps, options.steps_per_execution, exact
+        )
 
     def evaluation_layout(self, options: Options, micro_batches: int) -> Layout:
-        """Returns the layout of an evaluation's stacks, which hold `micro_batches` micro-batches."""
+        """Returns the layout of an evaluation's stacks, which hold `micro_batches`
+        micro-batches.
+        """
         recipe, losses = self.recipe, self.recipe.losses
         mixed = self._model.mixes_rows or self._model.couples_losses or losses.need_exact_rows
         counted = any(o.power for o in losses.outputs)
@@ -245,4 +300,8 @@ class StepBuilder:
         else:
             enter = functools.partial(replicas.on_first_replica, own)
             layout = layout._replace(padding=padding.Padding(self.step.objective, enter))
-        return layout if own is None else layout._replace(may_be_apart=False, replicas=own.count, shards=own.shards)
+        return (
+            layout
+            if own is None
+            else layout._replace(may_be_apart=False, replicas=own.count, shards=own.shards)
+        )

@@ -29,7 +29,9 @@ class Throughput:
 
     @property
     def steps_per_second(self) -> float:
-        """Updates a second. Times the `flops` of `Trainer.summary` it is what each device computes in a second."""
+        """Updates a second. Times the `flops` of `Trainer.summary` it is what each device computes
+        in a second.
+        """
         return self.steps / self.seconds
 
     @property
@@ -49,7 +51,9 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timing(self, dispatch: Dispatch, programs: Mapping[str, Program]) -> Iterator[None]:
-        """Counts a dispatch that is executed inside the block, unless one of the programs is compiled there."""
+        """Counts a dispatch that is executed inside the block, unless one of the programs is
+        compiled there.
+        """
         before = _seconds_compiling(programs)
         start = time.perf_counter()
         yield

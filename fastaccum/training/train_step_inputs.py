@@ -19,7 +19,9 @@ from fastaccum.training.step_builder import StepBuilder
 
 
 class TrainStepInputs:
-    """Checks stacks `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...], and runs train steps on them."""
+    """Checks stacks `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...], and runs
+    train steps on them.
+    """
 
     def __init__(self, builder: StepBuilder, options: Callable[[], Options]):
         self._builder, self._options = builder, options
@@ -29,12 +31,18 @@ class TrainStepInputs:
         self._pending: PendingStep | None = None
 
     def prepare(self, stack: Sequence[arguments.Arrays | None]) -> tuple[Step, Batch]:
-        """Returns the step and the stack as a `Batch`; a stack like an earlier one is not checked again."""
+        """Returns the step and the stack as a `Batch`; a stack like an earlier one is not checked
+        again.
+        """
         batch = stack
         if type(stack) in (tuple, list) and 1 <= len(stack) <= 3:
             x, *others = stack
             batch = Batch(x, *(() if each is None else each for each in others or [None]))
-        if self._step is not None and isinstance(batch, Batch) and self._signature(batch) in self._known:
+        if (
+            self._step is not None
+            and isinstance(batch, Batch)
+            and self._signature(batch) in self._known
+        ):
             return self._step, batch
         recipe, options = self._builder.recipe, self._options()
         batch = as_stack(stack, recipe.needs_targets, recipe.takes_text(options))
@@ -49,7 +57,9 @@ class TrainStepInputs:
         return flatten(batch)[1], remat.changes(), *[layer.trainable for layer in self._layers]
 
     def run(self, stack: Sequence[arguments.Arrays | None]) -> StepResult:
-        """Runs one train step and raises what its outcome says; on a GPU, without a wait, at the next call."""
+        """Runs one train step and raises what its outcome says; on a GPU, without a wait, at the
+        next call.
+        """
         step, batch = self.prepare(stack)
         if self._builder.recipe.replicas is not None:
             batch = self._builder.training_layout(self._options()).shard(batch)
@@ -66,11 +76,14 @@ class TrainStepInputs:
         return executed.result
 
     def program(self, stack: Sequence[arguments.Arrays | None]) -> tuple[Program, Batch]:
-        """Returns the program of one device for a stack of this shape, and the stack; ValueError with replicas."""
+        """Returns the program of one device for a stack of this shape, and the stack; ValueError
+        with replicas.
+        """
         if (replicas := self._builder.recipe.replicas) is not None:
             raise ValueError(
-                f"Under {type(replicas.strategy).__name__} a train step is several programs: ask for that of the "
-                "same model made outside the scope, with the batch_size of one replica."
+                f"Under {type(replicas.strategy).__name__} a train step is several programs: ask "
+                "for that of the same model made outside the scope, with the batch_size of one "
+                "replica."
             )
         step, batch = self.prepare(stack)
         return step.programs["train step"], batch

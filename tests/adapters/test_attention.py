@@ -52,7 +52,9 @@ def stock(attend, mask_zero=False, times=TIMES, blocks=2):
 def stock_attention(kind=keras.layers.MultiHeadAttention, causal=False, **options):
     def make():
         sizes = {"head_dim": 4, "num_query_heads": 4, "num_key_value_heads": 2}
-        sizes = sizes if kind is keras.layers.GroupQueryAttention else {"num_heads": 2, "key_dim": 4}
+        sizes = (
+            sizes if kind is keras.layers.GroupQueryAttention else {"num_heads": 2, "key_dim": 4}
+        )
         layer = kind(**sizes | options)
         return lambda x: layer(x, x, use_causal_mask=causal)
 
@@ -76,7 +78,9 @@ def in_keras(model, x, y):
 
 
 def trained(model, x, y, flash_attention=True, **options):
-    """Trains one update of two micro-batches, and returns the weights and what was chosen for each layer."""
+    """Trains one update of two micro-batches, and returns the weights and what was chosen for each
+    layer.
+    """
     options = {"jit_compile": False, **options}
     trainer = fa.Trainer(
         model,
@@ -107,7 +111,11 @@ def largest_difference(some, others):
 def no_row_sees(x):
     """Makes a mask of padding that leaves the first queries of a causal layer without a key."""
     positions = tf.range(x.shape[1])
-    return (positions[:, None] >= positions) & (positions > 5)[None, None, None, :] & (x[:, None, None, :, 0] < 9e9)
+    return (
+        (positions[:, None] >= positions)
+        & (positions > 5)[None, None, None, :]
+        & (x[:, None, None, :, 0] < 9e9)
+    )
 
 
 CASES = {
@@ -115,10 +123,16 @@ CASES = {
     "of all": (stock_attention(), False),
     "causal and padded": (stock_attention(causal=True), True),
     "padded": (stock_attention(), True),
-    "grouped queries, causal and padded": (stock_attention(keras.layers.GroupQueryAttention, causal=True), True),
+    "grouped queries, causal and padded": (
+        stock_attention(keras.layers.GroupQueryAttention, causal=True),
+        True,
+    ),
     "a window, causal and padded": (stock_attention(causal=True, sliding_window=3), True),
     "a window to both sides, padded": (stock_attention(sliding_window=5), True),
-    "a window, grouped queries": (stock_attention(keras.layers.GroupQueryAttention, sliding_window=9), False),
+    "a window, grouped queries": (
+        stock_attention(keras.layers.GroupQueryAttention, sliding_window=9),
+        False,
+    ),
     "keras.ops, grouped": (lambda: Asks(is_causal=True, scale=0.3), False),
     "keras.ops, some see nothing": (lambda: Asks(4, 4, mask=no_row_sees), False),
 }
@@ -169,7 +183,9 @@ def test_a_part_of_the_mask_that_is_dropped_is_seen(monkeypatch, part):
 
 
 def test_a_causal_flag_on_an_encoder_is_seen(monkeypatch):
-    monkeypatch.setattr(adapter, "read_mask", lambda *of, **options: read_mask(*of, **options)._replace(after=0))
+    monkeypatch.setattr(
+        adapter, "read_mask", lambda *of, **options: read_mask(*of, **options)._replace(after=0)
+    )
     weights, _ = trained(stock(*CASES["padded"]), *padded(left=True))
     assert largest_difference(weights, expected("padded", True)) > 1e-4
 
@@ -227,17 +243,23 @@ def in_fours(x):
 
 
 LEFT = {
-    "a mask that cannot be read as causal, a window, padding or documents": lambda: Asks(mask=in_fours),
+    "a mask that cannot be read as causal, a window, padding or documents": lambda: Asks(
+        mask=in_fours
+    ),
     "a bias": Biased,
     "a causal mask of 24 queries and 7 keys": Crossed,
     "a formula of the layer's own": Scored,
-    "shapes of query (4, 24, 2, 4), key (4, 24, 2, 4) and value (4, 24, 2, 3)": stock_attention(value_dim=3),
+    "shapes of query (4, 24, 2, 4), key (4, 24, 2, 4) and value (4, 24, 2, 3)": stock_attention(
+        value_dim=3
+    ),
 }
 
 
 @pytest.mark.parametrize("reason", LEFT)
 def test_what_the_kernels_lack_is_refused(reason):
-    with pytest.raises(ValueError, match="flash_attention=True: the kernels do not compute the attention of") as told:
+    with pytest.raises(
+        ValueError, match="flash_attention=True: the kernels do not compute the attention of"
+    ) as told:
         trained(stock(LEFT[reason]), *padded())
     assert reason in str(told.value) and 'flash_attention="auto"' in str(told.value)
 
@@ -264,8 +286,13 @@ def test_attention_of_another_kind_is_named_and_left(kind):
 
     plain, _ = trained(stock(attend, blocks=1), *padded(), False)
     weights, choices = trained(stock(attend, blocks=1), *padded(), "auto")
-    assert choices == ["unfused: a formula of the layer's own"] and largest_difference(weights, plain) == 0
-    with pytest.raises(ValueError, match="flash_attention=True: the kernels do not compute the attention of"):
+    assert (
+        choices == ["unfused: a formula of the layer's own"]
+        and largest_difference(weights, plain) == 0
+    )
+    with pytest.raises(
+        ValueError, match="flash_attention=True: the kernels do not compute the attention of"
+    ):
         trained(stock(attend, blocks=1), *padded(), True)
 
 
@@ -278,7 +305,11 @@ DROPOUT = {
 
 
 @pytest.mark.parametrize(
-    "case", [name if name == "causal and padded" else pytest.param(name, marks=pytest.mark.variant) for name in DROPOUT]
+    "case",
+    [
+        name if name == "causal and padded" else pytest.param(name, marks=pytest.mark.variant)
+        for name in DROPOUT
+    ],
 )
 def test_dropout_is_that_of_the_unfused_formula_with_the_same_draw(monkeypatch, case):
     def unfused(*tensors, implementation, **options):
@@ -302,9 +333,15 @@ def test_dropout_is_fair():
     def fit(flash_attention, **options):
         keras.utils.set_random_seed(1)
         inputs = keras.Input((6, 8))
-        model = keras.Model(inputs, keras.layers.MultiHeadAttention(2, 4, seed=2, **options)(inputs, inputs))
+        model = keras.Model(
+            inputs, keras.layers.MultiHeadAttention(2, 4, seed=2, **options)(inputs, inputs)
+        )
         trainer = fa.Trainer(
-            model, keras.optimizers.SGD(1.0), "mse", jit_compile=False, flash_attention=flash_attention
+            model,
+            keras.optimizers.SGD(1.0),
+            "mse",
+            jit_compile=False,
+            flash_attention=flash_attention,
         )
         trainer.fit(x, x, batch_size=len(x), verbose=0)
         return model.get_weights()
@@ -319,11 +356,18 @@ def test_dropout_takes_the_layers_own_seeds_and_is_resumed(tmp_path):
     def fit(epochs, flash_attention=True, **options):
         model = stock(*DROPOUT["causal and padded"])
         trainer = fa.Trainer(
-            model, "adam", LOSS, gradient_accumulation_steps=2, flash_attention=flash_attention, jit_compile=False
+            model,
+            "adam",
+            LOSS,
+            gradient_accumulation_steps=2,
+            flash_attention=flash_attention,
+            jit_compile=False,
         )
         trainer.fit(x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0, **options)
         seeds = [
-            layer._dropout_layer.seed_generator.state.numpy().tolist() for layer in model.layers if dropping(layer)
+            layer._dropout_layer.seed_generator.state.numpy().tolist()
+            for layer in model.layers
+            if dropping(layer)
         ]
         return trainer, model.get_weights(), seeds
 
@@ -339,7 +383,8 @@ def test_dropout_takes_the_layers_own_seeds_and_is_resumed(tmp_path):
     model = stock(*DROPOUT["causal and padded"])
     model.set_weights(weights)
     model.compile(loss=LOSS)
-    np.testing.assert_allclose(loss, model.evaluate(x, y, batch_size=8, verbose=0), rtol=1e-6)  # nothing is dropped
+    # nothing is dropped
+    np.testing.assert_allclose(loss, model.evaluate(x, y, batch_size=8, verbose=0), rtol=1e-6)
 
 
 class Sharpened(keras.layers.MultiHeadAttention):
@@ -358,7 +403,8 @@ class Squared(keras.layers.MultiHeadAttention):
 
 
 @pytest.mark.parametrize(
-    ("kind", "choice"), [(Sharpened, "fused: blockwise"), (Squared, "unfused: a formula of the layer's own")]
+    ("kind", "choice"),
+    [(Sharpened, "fused: blockwise"), (Squared, "unfused: a formula of the layer's own")],
 )
 def test_what_a_subclass_computes_otherwise_is_computed(monkeypatch, kind, choice):
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
@@ -383,7 +429,10 @@ def test_on_a_cpu_dropout_of_few_tokens_is_left_to_the_layer(monkeypatch, times)
     expected = left if times <= 512 else "fused: blockwise"
     assert choices == [expected] * 2
     if times <= 512:
-        assert largest_difference(weights, trained(stock(DROPPING(), times=times), x, y, False)[0]) == 0
+        assert (
+            largest_difference(weights, trained(stock(DROPPING(), times=times), x, y, False)[0])
+            == 0
+        )
 
 
 def test_small_scores_are_left_to_the_layer():
@@ -396,7 +445,9 @@ def program_of_512_tokens(attend, flash_attention):
     x, y = (t.reshape(2, 4, -1) for t in padded(times=512))
     keras.backend.clear_session()  # which counts layers of a name
     model = stock(attend, True, 512)
-    trainer = fa.Trainer(model, "sgd", LOSS, gradient_accumulation_steps=2, flash_attention=flash_attention)
+    trainer = fa.Trainer(
+        model, "sgd", LOSS, gradient_accumulation_steps=2, flash_attention=flash_attention
+    )
     text = trainer.compiler_ir((x, y), stage="stablehlo")
     return re.sub(r"_\d+_", "_", re.sub(r"loc\([^()]*\)", "", text))
 
@@ -415,7 +466,9 @@ def test_another_program_of_512_tokens_is_seen():
 class Packed(keras.layers.Layer):
     """Attends within documents of a row, of which an id of 4 or less begins one."""
 
-    def __init__(self, compare=keras.ops.equal, swapped=False, padded=False, dtype="int32", **options):
+    def __init__(
+        self, compare=keras.ops.equal, swapped=False, padded=False, dtype="int32", **options
+    ):
         super().__init__()
         self.attention = keras.layers.MultiHeadAttention(2, 4)
         self.compare, self.swapped, self.padded = compare, swapped, padded
@@ -442,7 +495,9 @@ class Packed(keras.layers.Layer):
     ids=str,
 )
 def test_documents_in_a_row_see_themselves_alone(monkeypatch, options):
-    """With padding, too: a query whose document has no key that counts, or none before it, sees nothing."""
+    """With padding, too: a query whose document has no key that counts, or none before it, sees
+    nothing.
+    """
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
     model = functools.partial(stock, functools.partial(Packed, **options))
     whole = in_keras(model(), *padded())
@@ -457,17 +512,25 @@ def test_documents_in_a_row_see_themselves_alone(monkeypatch, options):
 
 @pytest.mark.parametrize("padding", [False, True])
 def test_no_two_documents_of_large_ids_become_one(monkeypatch, padding):
-    """Ids of 64 bits need no other id beside them, but for padding, with which they are left to the layer."""
+    """Ids of 64 bits need no other id beside them, but for padding, with which they are left to the
+    layer.
+    """
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
 
     def make():
         return Packed(
-            lambda a, b: tf.bitwise.left_shift(a, 62) == tf.bitwise.left_shift(b, 62), False, padding, "int64"
+            lambda a, b: tf.bitwise.left_shift(a, 62) == tf.bitwise.left_shift(b, 62),
+            False,
+            padding,
+            "int64",
         )
 
     whole = in_keras(stock(make), *padded())
     weights, choices = trained(stock(make), *padded(), "auto")
-    reason = "unfused: documents of 64-bit ids beside padding, which takes an id of its own: cast them to int32"
+    reason = (
+        "unfused: documents of 64-bit ids beside padding, which takes an id of its own: cast "
+        "them to int32"
+    )
     assert choices == [reason if padding else "fused: blockwise"] * 2
     assert largest_difference(weights, whole) < 2e-7
 
@@ -483,13 +546,18 @@ def test_the_graph_of_documents_holds_no_matrix_of_tokens():
     assert graph.as_graph_def().ByteSize() < 2**16
 
 
-@pytest.mark.parametrize("compare", [keras.ops.not_equal, lambda a, b: abs(a - b) < 2], ids=["others", "neighbours"])
+@pytest.mark.parametrize(
+    "compare", [keras.ops.not_equal, lambda a, b: abs(a - b) < 2], ids=["others", "neighbours"]
+)
 def test_another_comparison_of_documents_is_left_to_the_layer(monkeypatch, compare):
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
     make = functools.partial(Packed, compare)
     whole = in_keras(stock(make), *padded())
     weights, choices = trained(stock(make), *padded(), "auto")
-    assert choices == ["unfused: a mask that cannot be read as causal, a window, padding or documents"] * 2
+    assert (
+        choices
+        == ["unfused: a mask that cannot be read as causal, a window, padding or documents"] * 2
+    )
     assert largest_difference(weights, whole) < 2e-7
 
 
@@ -502,7 +570,9 @@ def test_no_scores_of_all_tokens_are_held(monkeypatch):
 
     def program(flash_attention):
         model = stock(stock_attention(causal=True), True, times)
-        trainer = fa.Trainer(model, "sgd", LOSS, gradient_accumulation_steps=2, flash_attention=flash_attention)
+        trainer = fa.Trainer(
+            model, "sgd", LOSS, gradient_accumulation_steps=2, flash_attention=flash_attention
+        )
         found = trainer.summary(x, y, batch_size=4)
         return found, trainer.compiler_ir((x.reshape(2, 4, -1), y.reshape(2, 4, -1)), stage="hlo")
 
@@ -516,7 +586,9 @@ def test_no_scores_of_all_tokens_are_held(monkeypatch):
 @pytest.mark.golden
 @pytest.mark.parametrize(("mask_zero", "bias"), [(False, ""), (True, "ScaleBias")])
 def test_a_gpus_program_calls_cudnn_once_each_way(mask_zero, bias):
-    """Compiled for an H200, not run: padding is in a mask that is added, and what is causal is in none."""
+    """Compiled for an H200, not run: padding is in a mask that is added, and what is causal is in
+    none.
+    """
     x, y = (t.reshape(2, 4, -1) for t in padded(times=128))
     with keras_policy("mixed_bfloat16"):
         model = stock(stock_attention(causal=True, key_dim=64), mask_zero, 128)
@@ -533,7 +605,9 @@ def test_a_gpus_program_calls_cudnn_once_each_way(mask_zero, bias):
 @pytest.mark.parametrize("mask_zero", [False, True])
 @pytest.mark.parametrize(("policy", "forward"), [("nothing_saveable", 5), (["attention"], 3)])
 def test_recomputed_blocks_call_cudnn_on_a_gpu(policy, forward, mask_zero):
-    """Once more on the way back, unless attention's output is kept; the last block is not recomputed."""
+    """Once more on the way back, unless attention's output is kept; the last block is not
+    recomputed.
+    """
     x, y = (t.reshape(2, 4, -1) for t in padded(times=512))
     with keras_policy("mixed_bfloat16"):
         model = stock(stock_attention(causal=True, key_dim=64), mask_zero, 512, blocks=3)
@@ -580,7 +654,9 @@ def test_second_derivatives_of_a_models_own_loss(monkeypatch):
     def fit(flash_attention):
         keras.utils.set_random_seed(1)
         model = Penalised()
-        fa.Trainer(model, "sgd", jit_compile=False, flash_attention=flash_attention).fit(x, batch_size=8, verbose=0)
+        fa.Trainer(model, "sgd", jit_compile=False, flash_attention=flash_attention).fit(
+            x, batch_size=8, verbose=0
+        )
         return model.get_weights()
 
     assert largest_difference(fit("auto"), fit(False)) == 0
@@ -596,7 +672,10 @@ def test_a_layer_with_the_name_of_one_of_keras_hub(monkeypatch):
         def call(self, x):
             return self._compute_attention(x, x, x)
 
-    LlamaAttention.__module__, LlamaAttention.__qualname__ = "llama.llama_attention", "LlamaAttention"
+    LlamaAttention.__module__, LlamaAttention.__qualname__ = (
+        "llama.llama_attention",
+        "LlamaAttention",
+    )
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
     _, choices = trained(stock(LlamaAttention), *padded(), "auto")
     assert choices == ["unfused: a formula of the layer's own"] * 2
@@ -605,8 +684,14 @@ def test_a_layer_with_the_name_of_one_of_keras_hub(monkeypatch):
 @pytest.mark.parametrize(
     ("attend", "message"),
     [
-        (stock_attention(flash_attention=True), "Flash attention is not supported in tensorflow backend"),
-        (lambda: Asks(attn_logits_soft_cap=2.0), "attn_logits_soft_cap is only supported for JAX on TPU"),
+        (
+            stock_attention(flash_attention=True),
+            "Flash attention is not supported in tensorflow backend",
+        ),
+        (
+            lambda: Asks(attn_logits_soft_cap=2.0),
+            "attn_logits_soft_cap is only supported for JAX on TPU",
+        ),
     ],
 )
 def test_what_keras_refuses_on_tensorflow_raises_as_in_keras(attend, message):
@@ -641,9 +726,13 @@ def numbers(padding):
 
 
 def of_hub(padding, times=6):
-    """Makes the mask of a KerasHub decoder: a causal one of floats, and padding, joined as integers."""
+    """Makes the mask of a KerasHub decoder: a causal one of floats, and padding, joined as
+    integers.
+    """
     i = tf.range(times, dtype=tf.float32) + tf.cast(0, tf.float32)
-    causal = tf.broadcast_to((i[:, None] >= tf.range(times, dtype=tf.float32))[None], (2, times, times))
+    causal = tf.broadcast_to(
+        (i[:, None] >= tf.range(times, dtype=tf.float32))[None], (2, times, times)
+    )
     joined = keras.ops.minimum(keras.ops.cast(padding[:, None], "int32"), causal)
     return keras.ops.cast(keras.ops.expand_dims(joined, 1), "bool")
 
@@ -651,9 +740,15 @@ def of_hub(padding, times=6):
 HELD = tf.constant(np.tri(6, dtype=bool))  # as by a layer
 MASKS = {
     "of KerasHub": (of_hub, (None, 0, False, True)),
-    "band_part": (lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), -1, 0), (None, 0, False, False)),
+    "band_part": (
+        lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), -1, 0),
+        (None, 0, False, False),
+    ),
     "a band": (lambda p: tf.linalg.band_part(tf.ones([6, 6], tf.bool), 3, 1), (3, 1, False, False)),
-    "a band of pairs": (lambda p: abs(positions()[:, None] - positions()) < 3, (2, 2, False, False)),
+    "a band of pairs": (
+        lambda p: abs(positions()[:, None] - positions()) < 3,
+        (2, 2, False, False),
+    ),
     "a number before distances": (
         lambda p: keras.ops.greater(3, abs(positions()[:, None] - positions())),
         (2, 2, False, False),
@@ -666,17 +761,30 @@ MASKS = {
         lambda p: tf.reduce_sum(tf.cast(p, tf.int32)) > positions()[:, None] - positions(),
         None,
     ),
-    "keys without an axis of queries": (lambda p: (positions()[:, None] >= 0) & (positions() < 3), None),
+    "keys without an axis of queries": (
+        lambda p: (positions()[:, None] >= 0) & (positions() < 3),
+        None,
+    ),
     "of a loop": (lambda p: tf.map_fn(tf.identity, positions()[:, None] >= positions()), None),
     "a window of KerasHub's Mistral": (
-        lambda p: tf.minimum(tf.cast(positions()[:, None] < positions() + 3, tf.int32), np.tri(6, dtype="int32")) > 0,
+        lambda p: (
+            tf.minimum(
+                tf.cast(positions()[:, None] < positions() + 3, tf.int32), np.tri(6, dtype="int32")
+            )
+            > 0
+        ),
         (2, 0, False, False),
     ),
     "two bands": (
-        lambda p: (positions()[:, None] < positions() + 3) & (positions()[:, None] > positions() - 5),
+        lambda p: (
+            (positions()[:, None] < positions() + 3) & (positions()[:, None] > positions() - 5)
+        ),
         (2, 4, False, False),
     ),
-    "a band that misses a place": (lambda p: tf.constant(np.tri(6) - np.tri(6, k=-3) > 0) & (positions() != 4), None),
+    "a band that misses a place": (
+        lambda p: tf.constant(np.tri(6) - np.tri(6, k=-3) > 0) & (positions() != 4),
+        None,
+    ),
     "of later keys": (lambda p: positions()[:, None] < positions(), None),
     "of earlier keys": (lambda p: positions()[:, None] > positions(), None),
     "tril": (lambda p: keras.ops.tril(keras.ops.ones((6, 6), "bool")), (None, 0, False, False)),
@@ -684,10 +792,15 @@ MASKS = {
     "a tensor that is held": (lambda p: HELD, (None, 0, False, False)),
     "all": (lambda p: tf.ones([1, 1, 6, 6], tf.bool), (None, None, False, False)),
     "keys": (lambda p: p[:, None, None], (None, None, False, True)),
-    "queries and keys": (lambda p: p[:, None, None] & p[:, None, :, None], (None, None, True, True)),
+    "queries and keys": (
+        lambda p: p[:, None, None] & p[:, None, :, None],
+        (None, None, True, True),
+    ),
     "integers": (lambda p: tf.minimum(numbers(p), np.tri(6, dtype="int32")), None),
     "integers of which Keras asks whether they are 0": (
-        lambda p: tf.cast(tf.minimum(numbers(p), tf.cast(np.tri(6, dtype=bool), tf.int32)), tf.bool),
+        lambda p: tf.cast(
+            tf.minimum(numbers(p), tf.cast(np.tri(6, dtype=bool), tf.int32)), tf.bool
+        ),
         None,
     ),
     "integers, and a causal mask of booleans": (
@@ -700,7 +813,10 @@ MASKS = {
     ),
     "a window": (lambda p: positions()[:, None] < positions() + 5, (4, None, False, False)),
     "greater": (lambda p: positions()[:, None] > positions() - 1, (None, 0, False, False)),
-    "keys before queries": (lambda p: positions()[None, :] <= positions()[:, None], (None, 0, False, False)),
+    "keys before queries": (
+        lambda p: positions()[None, :] <= positions()[:, None],
+        (None, 0, False, False),
+    ),
     "another window": (lambda p: positions()[:, None] >= positions() - 1, (None, 1, False, False)),
     "reversed": (lambda p: (positions()[:, None] >= positions())[:, ::-1], None),
     "anti-causal": (lambda p: positions()[:, None] <= positions(), (0, None, False, False)),
@@ -731,7 +847,9 @@ def test_masks_are_read(name):
     padding = tf.constant([[True] * 4 + [False] * 2, [False] + [True] * 5])
     mask, again = tf.function(trace, autograph=False)(padding)
     assert found == [expected]
-    assert np.array_equal(np.broadcast_to(mask, [2, 1, 6, 6]) > 0, np.broadcast_to(again, [2, 1, 6, 6]))
+    assert np.array_equal(
+        np.broadcast_to(mask, [2, 1, 6, 6]) > 0, np.broadcast_to(again, [2, 1, 6, 6])
+    )
 
 
 def test_a_mask_is_read_however_long_it_is():

@@ -1,4 +1,6 @@
-"""Losses, layers and metrics that compute with the number of rows in their batch, which a micro-batch has fewer of."""
+"""Losses, layers and metrics that compute with the number of rows in their batch, which a
+micro-batch has fewer of.
+"""
 
 import warnings
 
@@ -33,7 +35,9 @@ def in_a_loop(y, p):
 def in_a_later_turn(y, p):
     """Each turn divides by what the one before has left."""
     rows = tf.cast(tf.shape(p)[0], tf.float32)
-    return tf.while_loop(lambda i, n, v: i < 2, lambda i, n, v: (i + 1, rows, v / n), [0, 1.0, squares(y, p)])[2]
+    return tf.while_loop(
+        lambda i, n, v: i < 2, lambda i, n, v: (i + 1, rows, v / n), [0, 1.0, squares(y, p)]
+    )[2]
 
 
 # Each with the power of the number of rows that it has.
@@ -41,9 +45,15 @@ LOSSES = {
     "tf.shape": (lambda y, p: squares(y, p) / tf.cast(tf.shape(p)[0], p.dtype), -1.0),
     "ops.shape": (lambda y, p: squares(y, p) / keras.ops.shape(p)[0], -1.0),
     "ops.size": (lambda y, p: squares(y, p) / keras.ops.cast(keras.ops.size(p), "float32"), -1.0),
-    "Python's arithmetic": (lambda y, p: 3.0 * squares(y, p) * (0.5 / int(p.shape[0]) ** 0.5), -0.5),
+    "Python's arithmetic": (
+        lambda y, p: 3.0 * squares(y, p) * (0.5 / int(p.shape[0]) ** 0.5),
+        -0.5,
+    ),
     "a product": (lambda y, p: squares(y, p) * tf.cast(2 * tf.shape(p)[0], tf.float32), 1.0),
-    "a little beside it": (lambda y, p: squares(y, p) / (tf.cast(tf.shape(p)[0], p.dtype) + 1e-7), -1.0),
+    "a little beside it": (
+        lambda y, p: squares(y, p) / (tf.cast(tf.shape(p)[0], p.dtype) + 1e-7),
+        -1.0,
+    ),
     "a tf.function": (lambda y, p: in_a_function(squares(y, p)), -1.0),
     "a loop": (in_a_loop, -2.0),
     "a loop's later turn": (in_a_later_turn, -1.0),
@@ -74,7 +84,9 @@ def by_shape(y, p):
 def model(middle=lambda h: h):
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,))
-    return keras.Model(inputs, keras.layers.Dense(3)(middle(keras.layers.Dense(4, activation="tanh")(inputs))))
+    return keras.Model(
+        inputs, keras.layers.Dense(3)(middle(keras.layers.Dense(4, activation="tanh")(inputs)))
+    )
 
 
 def as_class(name, reduction):
@@ -90,11 +102,17 @@ def optimizer():
 
 
 def require_equal(make, *, y=Y, weights=None, trainer=None, **losses):
-    """27 rows in updates of 12, of which the last has 3: in Keras whole, here in micro-batches of 4."""
+    """27 rows in updates of 12, of which the last has 3: in Keras whole, here in micro-batches of
+    4.
+    """
     theirs, ours = make(), make()
     theirs.compile(optimizer(), **losses, run_eagerly=True)
     trainer = fa.Trainer(
-        ours, optimizer(), gradient_accumulation_steps=3, **losses, **{"jit_compile": False, **(trainer or {})}
+        ours,
+        optimizer(),
+        gradient_accumulation_steps=3,
+        **losses,
+        **{"jit_compile": False, **(trainer or {})},
     )
     data = {"x": X, "y": y, "sample_weight": weights, "shuffle": False, "verbose": 0}
     expected = theirs.fit(**data, batch_size=12).history
@@ -114,7 +132,8 @@ def test_the_power_of_the_rows_is_found(name):
     loss, power = LOSSES[name]
     trainer = fa.Trainer(model(), optimizer(), loss, jit_compile=False)
     trainer._builder.get_or_build(
-        tf.nest.map_structure(lambda a: tf.TensorSpec([4, *a.shape[1:]]), Batch(X, Y)), trainer._present_options
+        tf.nest.map_structure(lambda a: tf.TensorSpec([4, *a.shape[1:]]), Batch(X, Y)),
+        trainer._present_options,
     )
     assert [o.power for o in trainer._recipe.losses.outputs] == [power]
 
@@ -140,7 +159,10 @@ def test_a_power_of_the_rows_is_that_of_the_whole_update(name, reduction):
 
 @pytest.mark.parametrize(
     "trainer",
-    [{"steps_per_execution": 2, "loss_scale": SCALE}, pytest.param({"jit_compile": True}, marks=variant)],
+    [
+        {"steps_per_execution": 2, "loss_scale": SCALE},
+        pytest.param({"jit_compile": True}, marks=variant),
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_functions_in_several_steps_of_a_dispatch_and_in_xla(trainer):
@@ -151,11 +173,16 @@ def two_outputs():
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(6)(inputs)
-    return keras.Model(inputs, [keras.layers.Dense(3)(hidden), keras.layers.Reshape((2, 3))(hidden)])
+    return keras.Model(
+        inputs, [keras.layers.Dense(3)(hidden), keras.layers.Reshape((2, 3))(hidden)]
+    )
 
 
 def test_several_outputs_one_of_them_of_tokens():
-    losses = [as_class("tf.shape", "sum"), lambda y, p: squares(y, p) / tf.cast(tf.size(p), tf.float32)]
+    losses = [
+        as_class("tf.shape", "sum"),
+        lambda y, p: squares(y, p) / tf.cast(tf.size(p), tf.float32),
+    ]
     y = [Y, RNG.normal(size=(27, 2, 3)).astype("float32")]
     require_equal(two_outputs, y=y, loss=losses, loss_weights=[0.5, 2.0])
 
@@ -182,7 +209,9 @@ def test_the_compiled_loss_in_a_compute_loss():
     "name", ["a logarithm", *(pytest.param(n, marks=variant) for n in OTHERS if n != "a logarithm")]
 )
 def test_what_is_no_power_is_told_of(name):
-    trainer = fa.Trainer(model(), "sgd", OTHERS[name], gradient_accumulation_steps=2, jit_compile=False)
+    trainer = fa.Trainer(
+        model(), "sgd", OTHERS[name], gradient_accumulation_steps=2, jit_compile=False
+    )
     with pytest.warns(UserWarning, match="no sum or mean over the rows of a batch"):
         trainer.fit(X, Y, batch_size=9, verbose=0)
 
@@ -208,7 +237,9 @@ class Counted(keras.layers.Layer):
         rows = keras.ops.shape(x)[0]
         self.add_loss(tf.reduce_sum(x**2) / tf.cast(rows, tf.float32))
         self.seen.update_state(x)
-        return keras.ops.reshape(keras.ops.concatenate([x, keras.ops.zeros((rows, 2))], 1), (rows, 6))
+        return keras.ops.reshape(
+            keras.ops.concatenate([x, keras.ops.zeros((rows, 2))], 1), (rows, 6)
+        )
 
 
 class Cell(keras.layers.Layer):
@@ -222,7 +253,9 @@ class Cell(keras.layers.Layer):
 LAYERS = {
     "a layer": Root(),
     "a Lambda": keras.layers.Lambda(lambda h: h * (1.0 / tf.cast(tf.shape(h)[0], tf.float32))),
-    "an activation": lambda h: keras.layers.Activation(lambda h: h / tf.cast(tf.shape(h)[0], h.dtype))(h),
+    "an activation": lambda h: keras.layers.Activation(
+        lambda h: h / tf.cast(tf.shape(h)[0], h.dtype)
+    )(h),
     "a cell in a loop": lambda h: keras.layers.RNN(Cell())(keras.layers.RepeatVector(3)(h)),
 }
 
@@ -233,7 +266,11 @@ def told(middle, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(X, Y, batch_size=batch, verbose=0)
-    return [each for each in caught if "computes with the number of rows in its batch" in str(each.message)]
+    return [
+        each
+        for each in caught
+        if "computes with the number of rows in its batch" in str(each.message)
+    ]
 
 
 def in_heads(h):
@@ -276,27 +313,44 @@ def test_layers_that_read_another_axis_need_no_word(name):
 @pytest.mark.parametrize(
     ("function", "counts"),
     [
-        *(pytest.param(f, False, id=f"another axis by {name}") for name, f in OTHER_AXES.items() if f is not in_heads),
+        *(
+            pytest.param(f, False, id=f"another axis by {name}")
+            for name, f in OTHER_AXES.items()
+            if f is not in_heads
+        ),
         *(pytest.param(f, True, id=f"the rows by {name}") for name, f in FIRST_AXES.items()),
     ],
 )
 def test_the_elements_that_are_taken_of_a_shape_decide(function, counts):
     specs = tf.TensorSpec([4, 3])
-    assert (row_counts.find_row_counter(traces.trace(function, specs), function, specs) is not None) == counts
+    assert (
+        row_counts.find_row_counter(traces.trace(function, specs), function, specs) is not None
+    ) == counts
 
 
-@pytest.mark.parametrize("name", ["a layer", *(pytest.param(n, marks=variant) for n in LAYERS if n != "a layer")])
+@pytest.mark.parametrize(
+    "name", ["a layer", *(pytest.param(n, marks=variant) for n in LAYERS if n != "a layer")]
+)
 def test_layers_are_told_of_where_the_update_has_more_rows(name):
     assert told(LAYERS[name], gradient_accumulation_steps=3)
 
 
 def test_layers_are_told_of_once_however_often_the_step_is_traced():
-    trainer = fa.Trainer(model(LAYERS["a layer"]), optimizer(), "mse", gradient_accumulation_steps=3, jit_compile=False)
+    trainer = fa.Trainer(
+        model(LAYERS["a layer"]),
+        optimizer(),
+        "mse",
+        gradient_accumulation_steps=3,
+        jit_compile=False,
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in (9, 4):
             trainer.fit(X, Y, batch_size=batch, verbose=0)
-    assert sum("computes with the number of rows in its batch" in str(each.message) for each in caught) == 1
+    assert (
+        sum("computes with the number of rows in its batch" in str(each.message) for each in caught)
+        == 1
+    )
 
 
 def test_layers_of_tf_keras_do_not_count_rows():
@@ -339,6 +393,10 @@ def test_metric_functions_are_told_of():
     def by_rows(y, p):
         return squares(y, p) / tf.cast(tf.shape(p)[0], tf.float32)
 
-    trainer = fa.Trainer(model(), optimizer(), "mse", [by_rows], gradient_accumulation_steps=3, jit_compile=False)
-    with pytest.warns(UserWarning, match="The metric 'by_rows' may be no .*mean over the rows of a batch"):
+    trainer = fa.Trainer(
+        model(), optimizer(), "mse", [by_rows], gradient_accumulation_steps=3, jit_compile=False
+    )
+    with pytest.warns(
+        UserWarning, match="The metric 'by_rows' may be no .*mean over the rows of a batch"
+    ):
         trainer.fit(X, Y, batch_size=4, verbose=0)

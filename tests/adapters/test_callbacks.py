@@ -22,11 +22,15 @@ LOGS = {"loss", "mae", "grad_norm", "loss_scale", "skipped_steps"}
 
 def regressor():
     keras.utils.set_random_seed(1)
-    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)])
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)]
+    )
 
 
 def make_trainer(optimizer, **options):
-    return fa.Trainer(regressor(), optimizer, "mse", ["mae"], gradient_accumulation_steps=ACCUMULATION, **options)
+    return fa.Trainer(
+        regressor(), optimizer, "mse", ["mae"], gradient_accumulation_steps=ACCUMULATION, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,9 @@ def trainer(shared):
     for variable, zero in zip(trainer.optimizer.variables, zeros, strict=True):
         variable.assign(zero)
     for average, weight in zip(
-        trainer.optimizer._model_variables_moving_average, trainer.model.trainable_variables, strict=True
+        trainer.optimizer._model_variables_moving_average,
+        trainer.model.trainable_variables,
+        strict=True,
     ):
         average.assign(weight)
     trainer.optimizer.learning_rate = 0.1
@@ -118,7 +124,9 @@ def test_grad_norm_is_the_steps_own(trainer):
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean((model(X[:8]) - Y[:8]) ** 2)
     grads = tape.gradient(loss, [v.value for v in model.trainable_variables])
-    assert watch.logs["end", 0]["grad_norm"] == pytest.approx(float(tf.linalg.global_norm(grads)), rel=1e-5)
+    assert watch.logs["end", 0]["grad_norm"] == pytest.approx(
+        float(tf.linalg.global_norm(grads)), rel=1e-5
+    )
     assert watch.logs["end", 0]["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
@@ -156,7 +164,9 @@ def test_a_learning_rate_set_in_a_batch_hook_counts_at_the_next_step(trainer, ho
         np.testing.assert_allclose(second - first, 0.5 * (first - start), rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end", "on_train_begin"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_begin", "on_train_batch_end", "on_epoch_end", "on_train_begin"]
+)
 def test_an_exception_reaches_the_caller(trainer, hook):
     def fail(*args, **kwargs):
         raise KeyError("mine")
@@ -204,7 +214,12 @@ def test_a_callback_that_changes_what_is_trained_is_refused(change, message):
     trainer = make_trainer("sgd")
     before = trainer.model.get_weights()
     with pytest.raises(ValueError, match=message):
-        fit(trainer, keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: change(trainer.model)))
+        fit(
+            trainer,
+            keras.callbacks.LambdaCallback(
+                on_epoch_begin=lambda epoch, logs: change(trainer.model)
+            ),
+        )
     for weight, was in zip(trainer.model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(weight, was)
 
@@ -214,7 +229,9 @@ def test_a_callback_may_evaluate_by_another_trainer(made):
     def train(*callbacks):
         trainer = make_trainer(keras.optimizers.SGD(0.1), jit_compile=False)
         others = [other(trainer)] if made == "before" else []
-        return trainer, fit(trainer, *(each(trainer, others) for each in callbacks), epochs=3 if callbacks else 2)
+        return trainer, fit(
+            trainer, *(each(trainer, others) for each in callbacks), epochs=3 if callbacks else 2
+        )
 
     def other(trainer):
         return fa.Trainer(trainer.model, "adam", "mae", ["mse"], jit_compile=False)
@@ -224,7 +241,9 @@ def test_a_callback_may_evaluate_by_another_trainer(made):
             trainer.model.stop_training = epoch == 1  # which evaluating keeps
             others[:] = others or [other(trainer)]
             found = others[0].evaluate(X, Y, batch_size=BATCH, verbose=0, return_dict=True)
-            assert found["mse"] == pytest.approx(float(np.mean((trainer.predict(X, verbose=0) - Y) ** 2)), rel=1e-5)
+            assert found["mse"] == pytest.approx(
+                float(np.mean((trainer.predict(X, verbose=0) - Y) ** 2)), rel=1e-5
+            )
             assert trainer.model.stop_training == (epoch == 1)
 
         return keras.callbacks.LambdaCallback(on_epoch_end=evaluate)
@@ -255,7 +274,9 @@ def test_a_model_is_compiled_with_the_optimizer_of_the_trainer_that_fits_it():
 
 
 def test_model_checkpoint_in_mid_epoch_names_the_step(trainer, tmp_path):
-    save = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}-{batch}-{loss:.3f}.keras"), save_freq=2)
+    save = keras.callbacks.ModelCheckpoint(
+        str(tmp_path / "{epoch}-{batch}-{loss:.3f}.keras"), save_freq=2
+    )
     watch = Watch()
     fit(trainer, save, watch, epochs=2)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -271,7 +292,9 @@ def test_model_checkpoint_and_schedule_with_a_tensorflow_addons_optimizer(tmp_pa
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
     history = fit(trainer, checkpoint, schedule, plateau, epochs=3)
-    np.testing.assert_allclose(history.history["learning_rate"], [0.005, 0.0025, 0.000625], rtol=1e-6)
+    np.testing.assert_allclose(
+        history.history["learning_rate"], [0.005, 0.0025, 0.000625], rtol=1e-6
+    )
     assert history.history["loss"] == sorted(history.history["loss"], reverse=True)
     loaded = keras.models.load_model(path)
     np.testing.assert_array_equal(loaded.predict(X, verbose=0), trainer.predict(X, verbose=0))
@@ -289,11 +312,15 @@ def scalars(folder):
 
 
 @pytest.mark.parametrize("wrap", [list, keras.callbacks.CallbackList])
-def test_tensorboard_without_its_package_is_refused_before_training(trainer, tmp_path, monkeypatch, wrap):
+def test_tensorboard_without_its_package_is_refused_before_training(
+    trainer, tmp_path, monkeypatch, wrap
+):
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it was not installed
     before = [weight.numpy() for weight in trainer.model.weights]
     with pytest.raises(ImportError, match=r"pip install 'fastaccum\[tensorboard\]'"):
-        trainer.fit(X, Y, callbacks=wrap([keras.callbacks.TensorBoard(str(tmp_path))]), batch_size=BATCH)
+        trainer.fit(
+            X, Y, callbacks=wrap([keras.callbacks.TensorBoard(str(tmp_path))]), batch_size=BATCH
+        )
     assert not any(tmp_path.iterdir())
     for weight, was in zip(trainer.model.weights, before, strict=True):
         np.testing.assert_array_equal(weight.numpy(), was)
@@ -301,7 +328,9 @@ def test_tensorboard_without_its_package_is_refused_before_training(trainer, tmp
 
 @pytest.mark.parametrize("update_freq, steps", [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6])])
 def test_tensorboard_per_step(trainer, tmp_path, update_freq, steps):
-    board = keras.callbacks.TensorBoard(str(tmp_path), update_freq=update_freq, write_steps_per_second=True)
+    board = keras.callbacks.TensorBoard(
+        str(tmp_path), update_freq=update_freq, write_steps_per_second=True
+    )
     fit(trainer, board, epochs=2)
     found = scalars(tmp_path)
     assert all(found[f"batch_{name}"] == steps for name in LOGS)
@@ -315,9 +344,13 @@ def test_terminate_on_nan(trainer, raise_error):
     before = trainer.model.get_weights()
     if raise_error:
         with pytest.raises(RuntimeError, match="NaN or Inf loss"):
-            trainer.fit(x, Y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0, callbacks=[stop])
+            trainer.fit(
+                x, Y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0, callbacks=[stop]
+            )
     else:
-        history = trainer.fit(x, Y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0, callbacks=[stop])
+        history = trainer.fit(
+            x, Y, batch_size=BATCH, shuffle=False, epochs=3, verbose=0, callbacks=[stop]
+        )
         assert np.isnan(history.history["loss"]).all() and history.epoch == [0]
         assert history.history["skipped_steps"] == [1]
     assert int(trainer.optimizer.iterations) == 1  # the step with the NaN moved nothing
@@ -336,7 +369,9 @@ def test_the_older_batch_hooks_are_called_too(trainer):
             seen.append(("end", batch, logs["loss"] > 0))
 
     fit(trainer, Old())
-    assert seen == [event for batch in range(STEPS) for event in (("begin", batch), ("end", batch, True))]
+    assert seen == [
+        event for batch in range(STEPS) for event in (("begin", batch), ("end", batch, True))
+    ]
 
 
 def test_a_progbar_of_the_users_own_is_the_only_one(trainer, capsys, monkeypatch):
@@ -350,7 +385,9 @@ def test_a_progbar_of_the_users_own_is_the_only_one(trainer, capsys, monkeypatch
 def test_a_progress_line_leaves_out_what_says_nothing(trainer, capsys):
     fit(trainer, verbose=2)
     quiet = capsys.readouterr().out
-    assert re.search(r" - loss: \S+ - grad_norm: \S+ - mae: \S+ - rows_per_second: \S+\s*$", quiet), quiet
+    assert re.search(
+        r" - loss: \S+ - grad_norm: \S+ - mae: \S+ - rows_per_second: \S+\s*$", quiet
+    ), quiet
     x = X.copy()
     x[9] = np.nan
     with pytest.warns(UserWarning, match="1 train step of this epoch was skipped"):
@@ -360,16 +397,22 @@ def test_a_progress_line_leaves_out_what_says_nothing(trainer, capsys):
 
 def test_a_progress_line_holds_a_metric_of_several_numbers(capsys):
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, "softmax")])
-    trainer = fa.Trainer(model, "sgd", "categorical_crossentropy", [keras.metrics.F1Score()], jit_compile=False)
+    trainer = fa.Trainer(
+        model, "sgd", "categorical_crossentropy", [keras.metrics.F1Score()], jit_compile=False
+    )
     trainer.fit(np.eye(4, dtype="float32"), np.eye(4, 3, dtype="float32"), batch_size=4, verbose=2)
     assert "f1_score: " in capsys.readouterr().out
 
 
-def test_an_epochs_progress_begins_without_the_numbers_of_the_one_before(trainer, capsys, monkeypatch):
+def test_an_epochs_progress_begins_without_the_numbers_of_the_one_before(
+    trainer, capsys, monkeypatch
+):
     monkeypatch.setattr(fa_callbacks, "REDRAW_SECONDS", -1)
     fit(trainer, epochs=2, verbose=1)
     first = [
-        line for line in re.split("[\r\b\n]+", capsys.readouterr().out) if "step" in line and re.search(r"1/3\b", line)
+        line
+        for line in re.split("[\r\b\n]+", capsys.readouterr().out)
+        if "step" in line and re.search(r"1/3\b", line)
     ]
     assert len(first) == 2 and not any("loss" in line for line in first)
 
@@ -377,10 +420,14 @@ def test_an_epochs_progress_begins_without_the_numbers_of_the_one_before(trainer
 @pytest.mark.parametrize("verbose", ["auto", 0])
 def test_a_notebook_is_told_what_is_compiled(trainer, monkeypatch, capsys, verbose):
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
-    hooks = fa_callbacks.Callbacks(None, trainer.model, verbose=verbose, epochs=1, steps=1, history=False)
+    hooks = fa_callbacks.Callbacks(
+        None, trainer.model, verbose=verbose, epochs=1, steps=1, history=False
+    )
     if verbose:
         hooks.say("Tracing")
-    assert (hooks.say is not None, capsys.readouterr().out) == ((True, "Tracing") if verbose else (False, ""))
+    assert (hooks.say is not None, capsys.readouterr().out) == (
+        (True, "Tracing") if verbose else (False, "")
+    )
 
 
 def test_backup_and_restore_resumes_at_the_epoch_of_the_failure(trainer, tmp_path):
@@ -395,7 +442,9 @@ def test_backup_and_restore_resumes_at_the_epoch_of_the_failure(trainer, tmp_pat
     trainer.model.set_weights(model_before)
     for variable in trainer.optimizer.variables:
         variable.assign(np.zeros(variable.shape))
-    for average, weight in zip(trainer.optimizer._model_variables_moving_average, model_before, strict=True):
+    for average, weight in zip(
+        trainer.optimizer._model_variables_moving_average, model_before, strict=True
+    ):
         average.assign(weight)
     trainer.optimizer.learning_rate = 0.1
     backup = keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
@@ -417,7 +466,9 @@ def test_backup_and_restore_resumes_at_the_epoch_of_the_failure(trainer, tmp_pat
 
 def late():
     looked = []
-    logs = LateLogs({"loss": tf.constant(0.5), "skipped_steps": tf.constant(2)}, lambda: looked.append(True))
+    logs = LateLogs(
+        {"loss": tf.constant(0.5), "skipped_steps": tf.constant(2)}, lambda: looked.append(True)
+    )
     return logs, looked
 
 
@@ -439,7 +490,9 @@ def late():
 )
 def test_every_look_at_late_logs_finds_numbers(read):
     logs, looked = late()
-    assert len(logs) == 2 and "loss" in logs and bool(logs) and list(logs) == ["loss", "skipped_steps"]
+    assert (
+        len(logs) == 2 and "loss" in logs and bool(logs) and list(logs) == ["loss", "skipped_steps"]
+    )
     assert not looked
     values = read(logs)
     assert values == {"loss": 0.5, "skipped_steps": 2}

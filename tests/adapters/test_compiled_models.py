@@ -58,5 +58,8 @@ def test_with_a_loss_or_without_a_compilation_it_is_adamw():
 def test_a_compiled_optimizer_that_accumulates_itself_is_refused():
     model = make()
     model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=4), "mse")
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4.*pass Trainer\(gradient_accumulation_steps=4"):
+    with pytest.raises(
+        ValueError,
+        match=r"gradient_accumulation_steps=4.*pass Trainer\(gradient_accumulation_steps=4",
+    ):
         fa.Trainer(model)

@@ -1,4 +1,6 @@
-"""Rows that a model or a loss mixes: never padded, and told of where micro-batches cannot add up to the full batch."""
+"""Rows that a model or a loss mixes: never padded, and told of where micro-batches cannot add up to
+the full batch.
+"""
 
 import warnings
 
@@ -35,16 +37,22 @@ MIXING = {
     "a layer whose call is a tf.function": lambda h: CentredInFunction()(h),
     "mixup": lambda h: Mixed()(h),
     "softmax over rows": lambda h: keras.layers.Softmax(axis=0)(h),
-    "an activation": lambda h: keras.layers.Dense(4, activation=lambda h: h - tf.reduce_mean(h, 0))(h),
+    "an activation": lambda h: keras.layers.Dense(4, activation=lambda h: h - tf.reduce_mean(h, 0))(
+        h
+    ),
     "an operation": lambda h: h - keras.ops.mean(h, 0, keepdims=True),
-    "attention over rows": lambda h: keras.layers.Lambda(lambda h: tf.matmul(h, h, transpose_b=True) @ h)(h),
+    "attention over rows": lambda h: keras.layers.Lambda(
+        lambda h: tf.matmul(h, h, transpose_b=True) @ h
+    )(h),
 }
 
 
 def model_with(middle):
     keras.utils.set_random_seed(1)
     inputs = keras.Input((6,))
-    return keras.Model(inputs, keras.layers.Dense(3)(middle(keras.layers.Dense(4, activation="tanh")(inputs))))
+    return keras.Model(
+        inputs, keras.layers.Dense(3)(middle(keras.layers.Dense(4, activation="tanh")(inputs)))
+    )
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -62,9 +70,12 @@ def test_no_row_is_repeated_where_it_would_be_felt(name):
 
 
 def test_rows_by_themselves_are_padded_as_ever():
-    trainer = fa.Trainer(model_with(keras.layers.Lambda(lambda h: tf.reverse(2 * h, [1]))), "sgd", "mse")
+    trainer = fa.Trainer(
+        model_with(keras.layers.Lambda(lambda h: tf.reverse(2 * h, [1]))), "sgd", "mse"
+    )
     trainer._builder.get_or_build(
-        tf.nest.map_structure(lambda a: tf.TensorSpec([8, *a.shape[1:]]), Batch(X, Y)), trainer._present_options
+        tf.nest.map_structure(lambda a: tf.TensorSpec([8, *a.shape[1:]]), Batch(X, Y)),
+        trainer._present_options,
     )
     assert not trainer._builder.training_layout(trainer._present_options).exact_rows
 
@@ -99,8 +110,12 @@ def root_in_function(y, y_pred):
 IGNORING = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
 SUMS = {
     "half of the compiled": lambda m, y, p: 0.5 * compiled(m, y, p) + tf.reduce_mean(p**2) / 3.0,
-    "a Keras loss": lambda m, y, p: keras.losses.MeanSquaredError()(y, p) + tf.add_n([0.0, *m.losses]),
-    "by the number of rows": lambda m, y, p: tf.reduce_sum((y - p) ** 2) / tf.cast(tf.shape(y)[0], tf.float32),
+    "a Keras loss": lambda m, y, p: (
+        keras.losses.MeanSquaredError()(y, p) + tf.add_n([0.0, *m.losses])
+    ),
+    "by the number of rows": lambda m, y, p: (
+        tf.reduce_sum((y - p) ** 2) / tf.cast(tf.shape(y)[0], tf.float32)
+    ),
 }
 BEYOND = {
     "a root": lambda m, y, p: tf.sqrt(compiled(m, y, p)),
@@ -110,7 +125,9 @@ BEYOND = {
     "a masked mean": lambda m, y, p: masked_mean(y, p),
     "a Keras loss that masks": lambda m, y, p: IGNORING(tf.argmax(y, -1), p),
     "a squared mean": lambda m, y, p: compiled(m, y, p) + tf.reduce_mean(tf.reduce_mean(p, 0) ** 2),
-    "balanced losses": lambda m, y, p: compiled(m, y, p) * (1 + tf.stop_gradient(tf.reduce_mean(p**2))),
+    "balanced losses": lambda m, y, p: (
+        compiled(m, y, p) * (1 + tf.stop_gradient(tf.reduce_mean(p**2)))
+    ),
 }
 
 
@@ -135,11 +152,15 @@ def test_a_recurrent_layer_needs_no_word(sequences):
 def told(loss=None, own=None):
     """The warnings of losses that are no sums."""
     options = {"gradient_accumulation_steps": 2, "jit_compile": False}
-    trainer = fa.Trainer(Own(own) if own else model_with(lambda h: h), "sgd", loss or "mse", **options)
+    trainer = fa.Trainer(
+        Own(own) if own else model_with(lambda h: h), "sgd", loss or "mse", **options
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(X, Y, batch_size=4, verbose=0)
-    return [each for each in caught if "no sum or mean over the rows of a batch" in str(each.message)]
+    return [
+        each for each in caught if "no sum or mean over the rows of a batch" in str(each.message)
+    ]
 
 
 @pytest.mark.parametrize("name", SUMS)

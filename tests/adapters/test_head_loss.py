@@ -27,7 +27,9 @@ def make_model(dtype="float32", bias=True):
 
 
 def theirs(**options):
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=IGNORED, **options)
+    return keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, ignore_class=IGNORED, **options
+    )
 
 
 def ours(**options):
@@ -36,13 +38,17 @@ def ours(**options):
 
 def make_trainer(loss, dtype="float32", **options):
     model = make_model(dtype, bias=dtype == "float32")
-    return fa.Trainer(model, keras.optimizers.SGD(1.0), loss, gradient_accumulation_steps=K, **options)
+    return fa.Trainer(
+        model, keras.optimizers.SGD(1.0), loss, gradient_accumulation_steps=K, **options
+    )
 
 
 def make_data(rows, seed=0):
     rng = np.random.default_rng(seed)
     x = rng.integers(0, V, (rows, T)).astype("int32")
-    return x, np.where(rng.random((rows, T)) < 0.2, IGNORED, rng.integers(0, V, (rows, T))).astype("int32")
+    return x, np.where(rng.random((rows, T)) < 0.2, IGNORED, rng.integers(0, V, (rows, T))).astype(
+        "int32"
+    )
 
 
 def make_weights(kind, rows):
@@ -59,14 +65,20 @@ def make_weights(kind, rows):
     ],
 )
 def test_fit_and_evaluate_are_those_of_keras_own_loss(dtype, reduction, weights):
-    """With ignored labels, masked ids, sample weights, and a last stack and in it a last micro-batch that are short."""
+    """With ignored labels, masked ids, sample weights, and a last stack and in it a last
+    micro-batch that are short.
+    """
     rows = 2 * K * B + B + 1
     x, y = make_data(rows)
     sample_weight = make_weights(weights, rows)
     outcomes = []
     for loss in (ours(reduction=reduction), theirs(reduction=reduction)):
-        trainer = make_trainer(loss, dtype, clip_norm=1.0, jit_compile=isinstance(loss, fa.LinearCrossEntropy))
-        history = trainer.fit(x, y, sample_weight=sample_weight, batch_size=B, shuffle=False, verbose=0).history
+        trainer = make_trainer(
+            loss, dtype, clip_norm=1.0, jit_compile=isinstance(loss, fa.LinearCrossEntropy)
+        )
+        history = trainer.fit(
+            x, y, sample_weight=sample_weight, batch_size=B, shuffle=False, verbose=0
+        ).history
         evaluated = trainer.evaluate(x, y, sample_weight=sample_weight, batch_size=B, verbose=0)
         outcomes.append((history["loss"][0], evaluated, trainer.model.get_weights()))
     (loss, evaluated, got), (their_loss, their_evaluated, expected) = outcomes
@@ -106,7 +118,8 @@ def test_the_program_has_no_logits_and_multiplies_in_float16(trainer):
     logits = rf"f(16|32)\[({B},{T}|{B * T}),{V}\]"
     assert not re.search(logits, hlo)
     dots = re.findall(r"= (\w+\[[\d,]+\])\S* dot\((\w+)\[\S* \S+ (\w+)\[", hlo)
-    for shape in ((CHUNK, CHUNK), (CHUNK, D), (D, CHUNK)):  # logits, the gradients of hidden and kernel
+    # logits, the gradients of hidden and kernel
+    for shape in ((CHUNK, CHUNK), (CHUNK, D), (D, CHUNK)):
         assert ("f32[{},{}]".format(*shape), "f16", "f16") in dots
     control = make_trainer(theirs(), "mixed_float16").compiler_ir(stack, stage="hlo")
     assert re.search(logits, control)
@@ -116,7 +129,9 @@ def test_without_xla_and_with_labels_of_a_last_axis_of_one():
     x, y = as_stack(K * B)
     expected = make_trainer(ours()).train_step((x, y))
     got = make_trainer(ours(), jit_compile=False).train_step((x, y[..., np.newaxis]))
-    np.testing.assert_allclose([got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-5)
+    np.testing.assert_allclose(
+        [got.loss, got.grad_norm], [expected.loss, expected.grad_norm], rtol=1e-5
+    )
 
 
 def test_the_model_stays_an_ordinary_one(trainer, tmp_path):
@@ -140,7 +155,9 @@ def test_labels_out_of_range_are_named_and_nothing_moves():
     x, y = as_stack(K * B)
     y[1, 2, 3] = V
     before = [w.tobytes() for w in trainer.model.get_weights()]
-    with pytest.raises(ValueError, match=rf"labels of output 'head': values from 0 to {V} were seen"):
+    with pytest.raises(
+        ValueError, match=rf"labels of output 'head': values from 0 to {V} were seen"
+    ):
         trainer.train_step((x, y))
     with pytest.raises(ValueError, match="labels of output 'head'"):
         trainer.evaluate(x[0], y[1], verbose=0)
@@ -164,7 +181,9 @@ class Tied(keras.layers.Layer):
 
 
 class Subclassed(keras.Model):
-    """Two linear outputs of which one has the loss, from a model without a graph, its head tied to the embedding."""
+    """Two linear outputs of which one has the loss, from a model without a graph, its head tied to
+    the embedding.
+    """
 
     def __init__(self):
         super().__init__()
@@ -191,9 +210,13 @@ def test_a_tied_head_of_one_of_several_outputs():
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.variant), "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.variant), "mixed_bfloat16"]
+)
 def test_a_step_as_on_a_gpu_is_that_of_keras_own_loss(dtype, monkeypatch):
-    """Losses and gradients in one pass, the head a table by rows, with masks, sample weights and padded rows."""
+    """Losses and gradients in one pass, the head a table by rows, with masks, sample weights and
+    padded rows.
+    """
     monkeypatch.setattr(cross_entropy, "_is_small", lambda head, chunk_size: False)
     one_pass = unittest.mock.Mock(wraps=cross_entropy._one_pass)
     monkeypatch.setattr(cross_entropy, "_one_pass", one_pass)
@@ -202,14 +225,24 @@ def test_a_step_as_on_a_gpu_is_that_of_keras_own_loss(dtype, monkeypatch):
     for loss in (fa.LinearCrossEntropy(), theirs()):
         keras.utils.set_random_seed(1)
         ids = keras.Input((T,), dtype="int32")
-        # As KerasHub's: the logits of a table without autocast are float32 whatever the rest computes in.
-        table = keras.layers.ReversibleEmbedding(V, D, mask_zero=True, reverse_dtype="float32", dtype=dtype)
+        # As KerasHub's: the logits of a table without autocast are float32 whatever the rest
+        # computes in.
+        table = keras.layers.ReversibleEmbedding(
+            V, D, mask_zero=True, reverse_dtype="float32", dtype=dtype
+        )
         hidden = keras.layers.Dense(D, activation="tanh", dtype=dtype)(table(ids))
         model = keras.Model(ids, table(hidden, reverse=True))
         options = {"gradient_accumulation_steps": K, "clip_norm": 1.0, "jit_compile": not weights}
         trainer = fa.Trainer(model, keras.optimizers.SGD(1.0), loss, **options)
         with h200.as_on_a_gpu():
-            trainer.fit(x, y, sample_weight=make_weights("tokens", len(x)), batch_size=B, shuffle=False, verbose=0)
+            trainer.fit(
+                x,
+                y,
+                sample_weight=make_weights("tokens", len(x)),
+                batch_size=B,
+                shuffle=False,
+                verbose=0,
+            )
             evaluated = trainer.evaluate(x, y, batch_size=B, verbose=0)
         weights.append([evaluated, *model.get_weights()])
     assert one_pass.call_count == 1 and one_pass.call_args.args[0].transposed
@@ -221,7 +254,12 @@ def test_a_step_as_on_a_gpu_is_that_of_keras_own_loss(dtype, monkeypatch):
 def reversible(layer, dtype, **options):
     keras.utils.set_random_seed(1)
     ids = keras.Input((T,), dtype="int32")
-    options = {"embeddings_initializer": "normal", "reverse_dtype": "float32", "dtype": dtype, **options}
+    options = {
+        "embeddings_initializer": "normal",
+        "reverse_dtype": "float32",
+        "dtype": dtype,
+        **options,
+    }
     table = layer(V, D, mask_zero=True, **options)
     hidden = keras.layers.Dense(D, activation="tanh", dtype=dtype)(table(ids))
     return keras.Model(ids, table(100 * hidden, reverse=True))
@@ -248,9 +286,18 @@ def test_a_soft_cap(tie_weights, dtype, on_a_gpu, monkeypatch):
         model = reversible(keras.layers.ReversibleEmbedding, dtype, **options)
         logits = keras.ops.convert_to_numpy(model(x))
         assert 2.0 < np.abs(logits).max() < 3.0 and np.median(np.abs(logits)) > 0.3
-        trainer = fa.Trainer(model, keras.optimizers.SGD(1.0), loss, clip_norm=1.0, jit_compile=not outcomes)
+        trainer = fa.Trainer(
+            model, keras.optimizers.SGD(1.0), loss, clip_norm=1.0, jit_compile=not outcomes
+        )
         with h200.as_on_a_gpu() if on_a_gpu else contextlib.nullcontext():
-            trainer.fit(x, y, sample_weight=make_weights("tokens", len(x)), batch_size=B, shuffle=False, verbose=0)
+            trainer.fit(
+                x,
+                y,
+                sample_weight=make_weights("tokens", len(x)),
+                batch_size=B,
+                shuffle=False,
+                verbose=0,
+            )
             outcomes.append([trainer.evaluate(x, y, batch_size=B, verbose=0), *model.get_weights()])
     tolerance = 1e-5 if dtype == "float32" else 1e-2
     for got, expected in zip(*outcomes, strict=True):
@@ -270,33 +317,61 @@ def test_it_trains_a_tf_keras_model():
     losses = []
     for loss in (ours(), theirs()):
         tf_keras.utils.set_random_seed(3)
-        layers = [tf_keras.layers.Embedding(V, D, input_length=T), tf_keras.layers.Dense(V, name="head")]
-        trainer = fa.Trainer(tf_keras.Sequential(layers), tf_keras.optimizers.SGD(1.0), loss, jit_compile=False)
+        layers = [
+            tf_keras.layers.Embedding(V, D, input_length=T),
+            tf_keras.layers.Dense(V, name="head"),
+        ]
+        trainer = fa.Trainer(
+            tf_keras.Sequential(layers), tf_keras.optimizers.SGD(1.0), loss, jit_compile=False
+        )
         losses.append([float(trainer.train_step((x, y)).loss) for _ in range(2)])
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_it_is_rebuilt_from_its_configuration():
     loss = fa.LinearCrossEntropy(
-        "head", ignore_index=3, label_smoothing=0.2, z_loss=1e-4, chunk_size=7, reduction="sum", name="other"
+        "head",
+        ignore_index=3,
+        label_smoothing=0.2,
+        z_loss=1e-4,
+        chunk_size=7,
+        reduction="sum",
+        name="other",
     )
     config = keras.losses.serialize(loss)
     again = keras.losses.deserialize(config)
     assert isinstance(again, fa.LinearCrossEntropy)
     assert keras.losses.serialize(again) == config
-    assert (again.head, again.options["z_loss"], again.chunk_size, again.reduction) == ("head", 1e-4, 7, "sum")
+    assert (again.head, again.options["z_loss"], again.chunk_size, again.reduction) == (
+        "head",
+        1e-4,
+        7,
+        "sum",
+    )
 
 
 def ends_in(*layers):
-    return keras.Sequential([keras.Input((T,), dtype="int32"), keras.layers.Embedding(V, D), *layers])
+    return keras.Sequential(
+        [keras.Input((T,), dtype="int32"), keras.layers.Embedding(V, D), *layers]
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "loss", "metrics", "message"),
     [
-        (lambda: make_model(), {}, [keras.metrics.Accuracy()], r"\['accuracy'\] of output 'head' need the logits"),
+        (
+            lambda: make_model(),
+            {},
+            [keras.metrics.Accuracy()],
+            r"\['accuracy'\] of output 'head' need the logits",
+        ),
         (lambda: make_model(), {"head": "haed"}, (), "head='haed' names no layer"),
-        (lambda: make_model(), {"head": "tokens"}, (), r"head 'tokens' \(Embedding\) has kernel shape None"),
+        (
+            lambda: make_model(),
+            {"head": "tokens"},
+            (),
+            r"head 'tokens' \(Embedding\) has kernel shape None",
+        ),
         (lambda: ends_in(), {}, (), "finds no Dense layer"),
         (
             lambda: ends_in(keras.layers.Dense(V, activation="softmax", name="p")),
@@ -342,7 +417,9 @@ def test_bad_options_are_named(options, error):
         fa.LinearCrossEntropy(**options)
 
 
-@pytest.mark.parametrize("labels, logits", [([2], [1, 2, 5]), ([3], [2, 5]), ([2], [2, 0]), ([], []), ([2, 1], [3, 5])])
+@pytest.mark.parametrize(
+    "labels, logits", [([2], [1, 2, 5]), ([3], [2, 5]), ([2], [2, 0]), ([], []), ([2, 1], [3, 5])]
+)
 def test_labels_that_do_not_fit_the_logits(labels, logits):
     with pytest.raises(ValueError, match=r"y_pred"):
         fa.LinearCrossEntropy()(np.zeros(labels, "int32"), np.zeros(logits))
@@ -399,14 +476,19 @@ def test_a_head_that_computes_something_else_is_refused():
     transposed = keras.layers.EinsumDense("bc,dc->bd", HIDDEN, name="head")
     with pytest.raises(ValueError, match=r"'head' \(EinsumDense\) does not return"):
         fit(model_with(transposed), fa.LinearCrossEntropy("head"))
-    fit(model_with(keras.layers.EinsumDense("bc,cd->bd", CLASSES, name="head")), fa.LinearCrossEntropy("head"))
+    fit(
+        model_with(keras.layers.EinsumDense("bc,cd->bd", CLASSES, name="head")),
+        fa.LinearCrossEntropy("head"),
+    )
 
 
 def test_one_hot_labels_are_told_apart():
     x = np.zeros((4, 3, HIDDEN), "float32")
     model = keras.Sequential([keras.Input((3, HIDDEN)), keras.layers.Dense(CLASSES)])
     with pytest.raises(ValueError, match="class indices"):
-        fa.Trainer(model, "sgd", fa.LinearCrossEntropy()).fit(x, np.zeros((4, 3, CLASSES)), verbose=0)
+        fa.Trainer(model, "sgd", fa.LinearCrossEntropy()).fit(
+            x, np.zeros((4, 3, CLASSES)), verbose=0
+        )
 
 
 def test_a_causal_lm_of_keras_hub_with_a_soft_cap():
@@ -414,12 +496,22 @@ def test_a_causal_lm_of_keras_hub_with_a_soft_cap():
     hub = pytest.importorskip("keras_hub").models
     x, y = make_data(K * B)
     x = {"token_ids": x, "padding_mask": np.ones_like(x)}
-    sizes = {"vocabulary_size": V, "hidden_dim": D, "intermediate_dim": 16, "head_dim": 4, "num_layers": 1}
+    sizes = {
+        "vocabulary_size": V,
+        "hidden_dim": D,
+        "intermediate_dim": 16,
+        "head_dim": 4,
+        "num_layers": 1,
+    }
     outcomes = []
     for loss in (ours(), theirs()):
         keras.utils.set_random_seed(1)
-        backbone = hub.GemmaBackbone(num_query_heads=2, num_key_value_heads=1, final_logit_soft_cap=1.0, **sizes)
-        trainer = fa.Trainer(hub.GemmaCausalLM(backbone), keras.optimizers.SGD(1.0), loss, jit_compile=False)
+        backbone = hub.GemmaBackbone(
+            num_query_heads=2, num_key_value_heads=1, final_logit_soft_cap=1.0, **sizes
+        )
+        trainer = fa.Trainer(
+            hub.GemmaCausalLM(backbone), keras.optimizers.SGD(1.0), loss, jit_compile=False
+        )
         trainer.fit(x, y, batch_size=B, shuffle=False, verbose=0)
         outcomes.append(trainer.model.get_weights())
     for got, expected in zip(*outcomes, strict=True):
@@ -430,7 +522,13 @@ def masked_lm(tied=True, dtype="float32", **options):
     """Builds a masked language model with positions and weights as its preprocessor makes them."""
     hub = pytest.importorskip("keras_hub")
     keras.utils.set_random_seed(1)
-    sizes = {"num_layers": 1, "num_heads": 1, "hidden_dim": D, "intermediate_dim": 8, "dropout": 0.0}
+    sizes = {
+        "num_layers": 1,
+        "num_heads": 1,
+        "hidden_dim": D,
+        "intermediate_dim": 8,
+        "dropout": 0.0,
+    }
     backbone = hub.models.BertBackbone(V, **sizes, max_sequence_length=T, dtype=dtype)
     if tied and not options:
         model = hub.models.BertMaskedLM(backbone)
@@ -447,15 +545,23 @@ def masked_lm(tied=True, dtype="float32", **options):
     return model, x, rng.integers(0, V, (rows, 2)) * weights, weights.astype("float32")
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "float32"), (True, "mixed_bfloat16")])
+@pytest.mark.parametrize(
+    ("tied", "dtype"), [(True, "float32"), (False, "float32"), (True, "mixed_bfloat16")]
+)
 def test_a_masked_lm_of_keras_hub(tied, dtype):
     """Loss, accuracy, evaluation and weights are those of Keras's loss, which has the logits."""
     outcomes = []
     for loss in (ours(), theirs()):
         model, *data = masked_lm(tied, dtype)
-        options = {"weighted_metrics": ["accuracy"], "gradient_accumulation_steps": 2, "jit_compile": False}
+        options = {
+            "weighted_metrics": ["accuracy"],
+            "gradient_accumulation_steps": 2,
+            "jit_compile": False,
+        }
         trainer = fa.Trainer(model, keras.optimizers.SGD(1.0), loss, **options)
-        history = trainer.fit(*data[:2], sample_weight=data[2], batch_size=B, shuffle=False, verbose=0).history
+        history = trainer.fit(
+            *data[:2], sample_weight=data[2], batch_size=B, shuffle=False, verbose=0
+        ).history
         evaluated = trainer.evaluate(*data[:2], sample_weight=data[2], batch_size=B, verbose=0)
         outcomes.append([*history.values(), *evaluated, *model.get_weights()])
     tolerance = 1e-5 if dtype == "float32" else 2e-2
@@ -469,7 +575,9 @@ def test_a_masked_lm_holds_no_logits():
     hlo = trainer.compiler_ir(
         tuple(keras.tree.map_structure(lambda t: t[None, :8], each) for each in (x, y)), stage="hlo"
     )
-    assert not re.search(rf"f32\[(8,2|16),{V}\]", hlo) and re.search(rf"f32\[{CHUNK},{CHUNK}\]", hlo)
+    assert not re.search(rf"f32\[(8,2|16),{V}\]", hlo) and re.search(
+        rf"f32\[{CHUNK},{CHUNK}\]", hlo
+    )
 
 
 def test_a_masked_lm_whose_head_returns_probabilities_is_refused():

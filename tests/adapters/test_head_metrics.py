@@ -1,4 +1,6 @@
-"""Metrics of an output whose loss is `LinearCrossEntropy`: the values of Keras's own metrics on all the logits."""
+"""Metrics of an output whose loss is `LinearCrossEntropy`: the values of Keras's own metrics on all
+the logits.
+"""
 
 import importlib.util
 
@@ -12,7 +14,8 @@ import fastaccum as fa
 from fastaccum.adapters import metrics as fa_metrics
 from fastaccum.kernels import cross_entropy
 
-HAS_HUB = importlib.util.find_spec("keras_hub")  # an extra, not imported here: it would choose Keras for all tests
+# an extra, not imported here: it would choose Keras for all tests
+HAS_HUB = importlib.util.find_spec("keras_hub")
 
 K, B, T, V, D = 3, 4, 6, 50, 8
 ROWS = 2 * K * B + B + 1  # a last stack and in it a last micro-batch that are short
@@ -55,7 +58,9 @@ def make_hub_model(dtype="float32"):
 def make_data(seed=0):
     rng = np.random.default_rng(seed)
     x = rng.integers(0, V, (ROWS, T)).astype("int32")
-    return x, np.where(rng.random((ROWS, T)) < 0.2, IGNORED, rng.integers(0, V, (ROWS, T))).astype("int32")
+    return x, np.where(rng.random((ROWS, T)) < 0.2, IGNORED, rng.integers(0, V, (ROWS, T))).astype(
+        "int32"
+    )
 
 
 def make_metrics():
@@ -71,27 +76,42 @@ def of_logits(metrics, model, x, y, weights=None, counted=None):
     """Updates Keras's metrics with all logits; labels that are ignored weigh nothing."""
     logits = model(x, training=False)
     counted = (y != IGNORED) if counted is None else counted
-    weights = counted if weights is None else counted * (weights if weights.ndim == 2 else weights[:, None])
+    weights = (
+        counted
+        if weights is None
+        else counted * (weights if weights.ndim == 2 else weights[:, None])
+    )
     for metric in metrics:
-        metric.update_state(np.maximum(y, 0), tf.cast(logits, tf.float32), weights.astype("float32"))
+        metric.update_state(
+            np.maximum(y, 0), tf.cast(logits, tf.float32), weights.astype("float32")
+        )
     return {metric.name: float(metric.result()) for metric in metrics}
 
 
 def check(model, x, y, sample_weight=None, counted=None, tolerance=1e-5, **options):
-    """Compares the metrics of `evaluate`, and those of an epoch of `fit` that leaves the weights alone."""
+    """Compares the metrics of `evaluate`, and those of an epoch of `fit` that leaves the weights
+    alone.
+    """
     kept = None if counted is None else counted & (y != IGNORED)
     expected = of_logits(make_metrics(), model, x, y, None, kept)
     weighted = of_logits(make_metrics(), model, x, y, sample_weight, kept)
     expected |= {f"weighted_{name}": value for name, value in weighted.items()}
     loss = fa.LinearCrossEntropy(chunk_size=options.pop("chunk_size", CHUNK))
     options = {"metrics": make_metrics(), "weighted_metrics": make_metrics(), **options}
-    trainer = fa.Trainer(model, keras.optimizers.SGD(0.0), loss, gradient_accumulation_steps=K, **options)
+    trainer = fa.Trainer(
+        model, keras.optimizers.SGD(0.0), loss, gradient_accumulation_steps=K, **options
+    )
     arguments = {"sample_weight": sample_weight, "batch_size": B, "verbose": 0}
     fitted = trainer.fit(x, y, shuffle=False, **arguments).history
     evaluated = trainer.evaluate(x, y, return_dict=True, **arguments)
-    assert expected["sparse_categorical_accuracy"] > 0 and expected["top_7"] > expected["sparse_categorical_accuracy"]
+    assert (
+        expected["sparse_categorical_accuracy"] > 0
+        and expected["top_7"] > expected["sparse_categorical_accuracy"]
+    )
     for name, value in expected.items():
-        np.testing.assert_allclose([fitted[name][0], evaluated[name]], value, rtol=tolerance, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            [fitted[name][0], evaluated[name]], value, rtol=tolerance, atol=1e-6, err_msg=name
+        )
     return evaluated
 
 
@@ -102,10 +122,18 @@ def weights_of(kind):
 
 @pytest.mark.parametrize(
     ("kind", "jit_compile"),
-    [("tokens", True), *(pytest.param(*case, marks=pytest.mark.variant) for case in (("rows", True), ("none", False)))],
+    [
+        ("tokens", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.variant)
+            for case in (("rows", True), ("none", False))
+        ),
+    ],
 )
 def test_they_are_those_of_all_logits(kind, jit_compile):
-    """With ignored labels, sample weights, several chunks, and rows that pad the last micro-batch."""
+    """With ignored labels, sample weights, several chunks, and rows that pad the last
+    micro-batch.
+    """
     x, y = make_data()
     check(make_model(), x, y, weights_of(kind), jit_compile=jit_compile)
 
@@ -122,11 +150,19 @@ def test_those_of_a_step_as_on_a_gpu(monkeypatch):
     x, y = make_data()
     with h200.as_on_a_gpu():
         check(
-            make_model("mixed_bfloat16"), x, y, weights_of("tokens"), chunk_size=None, tolerance=2e-2, jit_compile=False
+            make_model("mixed_bfloat16"),
+            x,
+            y,
+            weights_of("tokens"),
+            chunk_size=None,
+            tolerance=2e-2,
+            jit_compile=False,
         )
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)])
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)]
+)
 def test_those_of_a_causal_lm_of_keras_hub(dtype):
     """With weights as its preprocessor makes them, which weigh padding 0."""
     pytest.importorskip("keras_hub")
@@ -134,7 +170,9 @@ def test_those_of_a_causal_lm_of_keras_hub(dtype):
     real = np.arange(T) < np.random.default_rng(2).integers(2, T + 1, (ROWS, 1))
     x = {"token_ids": ids, "padding_mask": real.astype("int32")}
     tolerance = 1e-5 if dtype == "float32" else 3e-2
-    check(make_hub_model(dtype), x, y, real.astype("float32"), tolerance=tolerance, jit_compile=False)
+    check(
+        make_hub_model(dtype), x, y, real.astype("float32"), tolerance=tolerance, jit_compile=False
+    )
 
 
 def test_a_metric_that_counts_ignored_labels_is_told_apart(monkeypatch):
@@ -160,8 +198,12 @@ def test_equal_logits_are_ranked_as_by_keras():
     model = make_model()
     model.set_weights([np.zeros_like(w) for w in model.get_weights()])
     trainer = fa.Trainer(model, "sgd", fa.LinearCrossEntropy(chunk_size=CHUNK), make_metrics())
-    evaluated = trainer.evaluate(x, np.where(y < 25, 0, y), batch_size=B, return_dict=True, verbose=0)
-    expected = of_logits(make_metrics(), model, x, np.where(y < 25, 0, y), counted=np.ones(y.shape, bool))
+    evaluated = trainer.evaluate(
+        x, np.where(y < 25, 0, y), batch_size=B, return_dict=True, verbose=0
+    )
+    expected = of_logits(
+        make_metrics(), model, x, np.where(y < 25, 0, y), counted=np.ones(y.shape, bool)
+    )
     assert 0 < expected["sparse_categorical_accuracy"] < 1 == expected["top_7"]
     for name, value in expected.items():
         np.testing.assert_allclose(evaluated[name], value, rtol=1e-5, err_msg=name)
@@ -175,9 +217,15 @@ def test_names_stand_for_them_and_labels_may_have_a_last_axis_of_one():
         fa.LinearCrossEntropy(chunk_size=CHUNK),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     ):
-        metrics = ["accuracy", keras.metrics.sparse_top_k_categorical_accuracy, *make_perplexity(True, 3)]
+        metrics = [
+            "accuracy",
+            keras.metrics.sparse_top_k_categorical_accuracy,
+            *make_perplexity(True, 3),
+        ]
         trainer = fa.Trainer(make_model(), "sgd", loss, metrics, jit_compile=False)
-        values.append(trainer.evaluate(x, y[..., None] if len(values) else y, batch_size=B, verbose=0))
+        values.append(
+            trainer.evaluate(x, y[..., None] if len(values) else y, batch_size=B, verbose=0)
+        )
     np.testing.assert_allclose(*values, rtol=1e-5)
 
 
@@ -190,7 +238,9 @@ class Own(keras.metrics.SparseCategoricalAccuracy):
     "metric",
     [
         keras.metrics.SparseCategoricalCrossentropy(name="refused"),  # of probabilities
-        keras.metrics.SparseCategoricalCrossentropy(name="refused", from_logits=True, ignore_class=7),
+        keras.metrics.SparseCategoricalCrossentropy(
+            name="refused", from_logits=True, ignore_class=7
+        ),
         keras.metrics.SparseTopKCategoricalAccuracy(name="refused", from_sorted_ids=True),
         keras.metrics.Accuracy(name="refused"),
         Own(name="refused"),
@@ -199,7 +249,9 @@ class Own(keras.metrics.SparseCategoricalAccuracy):
 def test_others_are_refused_by_name(metric):
     x, y = make_data()
     trainer = fa.Trainer(make_model(), "sgd", fa.LinearCrossEntropy(), ["accuracy", metric])
-    with pytest.raises(ValueError, match=r"metrics \['refused'\] of output 'head' need the logits.*It takes Sparse"):
+    with pytest.raises(
+        ValueError, match=r"metrics \['refused'\] of output 'head' need the logits.*It takes Sparse"
+    ):
         trainer.fit(x, y, verbose=0)
 
 

@@ -11,7 +11,14 @@ import tf_keras
 
 import fastaccum as fa
 from fastaccum.adapters import layers
-from fastaccum.adapters.interceptors import Interceptor, Role, install, installed, intercepting, remove
+from fastaccum.adapters.interceptors import (
+    Interceptor,
+    Role,
+    install,
+    installed,
+    intercepting,
+    remove,
+)
 from fastaccum.adapters.keras_models import Model
 
 
@@ -32,7 +39,9 @@ ROLES = list(itertools.permutations(Role, 2))
 
 
 @pytest.mark.parametrize(("first", "second"), ROLES, ids=lambda role: role.name)
-@pytest.mark.parametrize("make", [keras.layers.Dense, tf_keras.layers.Dense, Doubled], ids=["Keras", "tf_keras", "own"])
+@pytest.mark.parametrize(
+    "make", [keras.layers.Dense, tf_keras.layers.Dense, Doubled], ids=["Keras", "tf_keras", "own"]
+)
 def test_the_role_alone_says_what_wraps_what(make, first, second):
     layer, calls = make(3), []
     x = tf.ones([2, 4])
@@ -83,22 +92,34 @@ def test_an_error_leaves_nothing_behind(owner):
     ):
         layer(tf.ones([2, 4]))
     assert vars(layer) == before and type(layer) is Doubled
-    with pytest.raises(AttributeError), intercepting([noting(layer, Role.FORM, []), Interceptor(layer, "no", fail, 1)]):
+    with (
+        pytest.raises(AttributeError),
+        intercepting([noting(layer, Role.FORM, []), Interceptor(layer, "no", fail, 1)]),
+    ):
         pass
     assert vars(layer) == before
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_base_class_and_the_layer_may_both_be_intercepted(order):
-    """What reaches `super().call` is observed there, and what wraps the layer's own call wraps that too."""
+    """What reaches `super().call` is observed there, and what wraps the layer's own call wraps that
+    too.
+    """
     layer, calls = Doubled(3), []
     x = tf.ones([2, 4])
     expected = layer(x)
-    each = [noting(layer, Role.OBSERVE, calls, keras.layers.Dense), noting(layer, Role.RECOMPUTE, calls)][::order]
+    each = [
+        noting(layer, Role.OBSERVE, calls, keras.layers.Dense),
+        noting(layer, Role.RECOMPUTE, calls),
+    ][::order]
     with intercepting(each[:1]), intercepting(each[1:]):
         np.testing.assert_array_equal(layer(x), expected)
         assert isinstance(layer, Doubled) and type(layer).__name__ == "Doubled"
-    assert calls == [Role.RECOMPUTE, Role.OBSERVE] and type(layer) is Doubled and "call" not in vars(layer)
+    assert (
+        calls == [Role.RECOMPUTE, Role.OBSERVE]
+        and type(layer) is Doubled
+        and "call" not in vars(layer)
+    )
 
 
 def test_a_call_that_was_set_on_a_layer_is_no_form_of_its_class():
@@ -143,7 +164,9 @@ def test_forms_precision_recomputation_and_observers_give_one_result_in_any_orde
         layers.make_forms(model.layers, True),
         layers.make_fp32(adapter.called_layers),
         recomputing,
-        layers.make_id_observers([(model.layers[1], 5)], lambda i, ids: observed.append((i, tuple(ids.shape))), True),
+        layers.make_id_observers(
+            [(model.layers[1], 5)], lambda i, ids: observed.append((i, tuple(ids.shape))), True
+        ),
     ]
     assert [len(each) for each in kinds] == [2, 0 if policy == "float32" else 2, 2, 2]
 

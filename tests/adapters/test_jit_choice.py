@@ -1,4 +1,6 @@
-"""`jit_compile="auto"`: what it chooses for a model, and that a training, its checkpoints and its plans follow."""
+"""`jit_compile="auto"`: what it chooses for a model, and that a training, its checkpoints and its
+plans follow.
+"""
 
 import json
 import pathlib
@@ -23,8 +25,18 @@ FOLDERS = {  # by whether oneDNN was on, and whether the CPU had AVX-512
     (True, False): "2026-11-24-jit-forms",
     (True, True): "2026-11-25-jit-forms",
 }
-TIMES = {on: json.loads((RESULTS / folder / "jit_forms.json").read_text()) for on, folder in FOLDERS.items()}
-SMALL = ["dense, narrow", "dense, wide", "embeddings and dense", "LSTM", "Conv2D, tiny", "Conv2D, wide dense head"]
+TIMES = {
+    on: json.loads((RESULTS / folder / "jit_forms.json").read_text())
+    for on, folder in FOLDERS.items()
+}
+SMALL = [
+    "dense, narrow",
+    "dense, wide",
+    "embeddings and dense",
+    "LSTM",
+    "Conv2D, tiny",
+    "Conv2D, wide dense head",
+]
 SMALL += ["Conv1D", "Conv2D, MNIST", "Conv3D", "depthwise", "transposed", "average pooling"]
 X = np.random.default_rng(0).normal(size=(16, 16, 16, 3)).astype("float32")
 Y = X.mean(axis=(1, 2))
@@ -33,32 +45,53 @@ Y = X.mean(axis=(1, 2))
 def conv_net():
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    kinds = [layers.Conv2D(8, 3, activation="relu"), layers.MaxPooling2D(), layers.Conv2D(8, 3), layers.Flatten()]
+    kinds = [
+        layers.Conv2D(8, 3, activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Conv2D(8, 3),
+        layers.Flatten(),
+    ]
     return keras.Sequential([keras.Input((16, 16, 3)), *kinds, layers.Dense(3)], name="conv_net")
 
 
 def make_trainer(model=None, **options):
-    return fa.Trainer(model or conv_net(), keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2, **options)
+    return fa.Trainer(
+        model or conv_net(),
+        keras.optimizers.SGD(0.1),
+        "mse",
+        gradient_accumulation_steps=2,
+        **options,
+    )
 
 
 def chosen(trainer, x=X, y=Y, rows=8):
     sample = Batch(*(tf.TensorSpec([rows, *each.shape[1:]], each.dtype) for each in (x, y)))
-    return trainer._builder.get_or_build(sample, trainer._present_options).objective.options.uses_xla
+    return trainer._builder.get_or_build(
+        sample, trainer._present_options
+    ).objective.options.uses_xla
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SMALL else pytest.param(name, marks=pytest.mark.variant) for name in jit_forms.MODELS]
+    "name",
+    [
+        name if name in SMALL else pytest.param(name, marks=pytest.mark.variant)
+        for name in jit_forms.MODELS
+    ],
 )
 def test_no_choice_takes_more_than_a_tenth_longer_than_the_other_form(name, monkeypatch):
     for (onednn, avx512), times in TIMES.items():
         monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
         monkeypatch.setattr(jit_choice, "AVX512", avx512)
         trainer, (x, y) = jit_forms.trainer(name, "auto")
-        own, other = times[name] if chosen(trainer, x[0], y[0], rows=x.shape[1]) else times[name][::-1]
+        own, other = (
+            times[name] if chosen(trainer, x[0], y[0], rows=x.shape[1]) else times[name][::-1]
+        )
         assert own <= 1.10 * other, f"oneDNN {onednn}, AVX-512 {avx512}"
 
 
-def test_products_of_matrices_are_worth_less_to_xla_with_onednn_unless_the_cpu_has_avx_512(monkeypatch):
+def test_products_of_matrices_are_worth_less_to_xla_with_onednn_unless_the_cpu_has_avx_512(
+    monkeypatch,
+):
     choices = []
     for onednn, avx512 in TIMES:
         monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
@@ -68,7 +101,9 @@ def test_products_of_matrices_are_worth_less_to_xla_with_onednn_unless_the_cpu_h
     assert choices == [True, False, True]
 
 
-@pytest.mark.parametrize("name, with_xla", [("dense, narrow", True), ("Conv2D, tiny", True), ("Conv2D, MNIST", False)])
+@pytest.mark.parametrize(
+    "name, with_xla", [("dense, narrow", True), ("Conv2D, tiny", True), ("Conv2D, MNIST", False)]
+)
 def test_a_graph_says_it_for_layers_of_the_users_own_too(name, with_xla):
     inner, (x, y) = jit_forms.make(name)
 
@@ -97,17 +132,27 @@ def test_layers_that_xla_cannot_compile_run_without_it():
     trainer = make_trainer(model)
     trainer.fit(X, Y, batch_size=4, verbose=0)
     assert trainer.jit_compile == "auto" and chosen(trainer) is False
-    with pytest.raises(ValueError, match=r"XLA cannot compile these layers: .*, or pass a batch_size"):
+    with pytest.raises(
+        ValueError, match=r"XLA cannot compile these layers: .*, or pass a batch_size"
+    ):
         fa.plan(trainer, (X, Y), global_batch_size=8)
     with pytest.raises(ValueError, match="XLA cannot compile these layers"):
         make_trainer(model, jit_compile=True)
 
 
-@pytest.mark.parametrize("without", [{"dtype": "mixed_float16"}, {"data_format": "channels_first"}], ids=str)
+@pytest.mark.parametrize(
+    "without", [{"dtype": "mixed_float16"}, {"data_format": "channels_first"}], ids=str
+)
 def test_layers_without_a_kernel_for_a_cpu_run_with_xla(without):
     def large(**options):
-        kinds = keras.layers.Conv3D(16, 3, **options), keras.layers.MaxPooling3D(**options), keras.layers.Flatten()
-        return make_trainer(keras.Sequential([keras.Input((8, 8, 8, 8)), *kinds, keras.layers.Dense(3)]))
+        kinds = (
+            keras.layers.Conv3D(16, 3, **options),
+            keras.layers.MaxPooling3D(**options),
+            keras.layers.Flatten(),
+        )
+        return make_trainer(
+            keras.Sequential([keras.Input((8, 8, 8, 8)), *kinds, keras.layers.Dense(3)])
+        )
 
     x, y = np.zeros((1, 8, 8, 8, 8), "float32"), np.zeros((1, 3), "float32")
     assert chosen(large(**without), x, y, rows=64) and not chosen(large(), x, y, rows=64)
@@ -124,7 +169,11 @@ def test_large_micro_batches_of_a_model_near_the_bound_run_without_xla():
 
 def test_the_work_on_a_row_is_the_same_in_any_micro_batch_casts_of_weights_or_not():
     def work(rows):
-        kinds = [keras.layers.Conv2D(64, 5, dtype="mixed_bfloat16"), keras.layers.Flatten(), keras.layers.Dense(128)]
+        kinds = [
+            keras.layers.Conv2D(64, 5, dtype="mixed_bfloat16"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128),
+        ]
         model = models.get(keras.Sequential([keras.Input((8, 8, 3)), *kinds]))
         return model.work(tf.TensorSpec([rows, 8, 8, 3], tf.float32))
 
@@ -139,7 +188,10 @@ KERAS = tuple(int(part) for part in keras.__version__.split(".")[:2])
     "layer, with_xla",  # with oneDNN, and without
     [
         # Keras 3.16 compiles it by itself on a CPU, as all versions compile grouped ones.
-        (lambda: keras.layers.Conv2D(32, 3, strides=2, data_format="channels_first"), (KERAS >= (3, 16), True)),
+        (
+            lambda: keras.layers.Conv2D(32, 3, strides=2, data_format="channels_first"),
+            (KERAS >= (3, 16), True),
+        ),
         (lambda: keras.layers.Conv2DTranspose(16, 3, dilation_rate=2), (False, True)),
         (lambda: keras.layers.Conv2D(32, 3, groups=4), (True, True)),
     ],
@@ -149,7 +201,9 @@ def test_xla_stays_where_tensorflow_has_no_kernel(layer, with_xla, monkeypatch):
     for onednn, expected in zip((True, False), with_xla, strict=True):
         monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
         inputs = keras.Input((16, 16, 16))
-        y = keras.layers.GlobalAveragePooling2D()(layer()(keras.layers.Conv2D(16, 5, padding="same")(inputs)))
+        y = keras.layers.GlobalAveragePooling2D()(
+            layer()(keras.layers.Conv2D(16, 5, padding="same")(inputs))
+        )
         trainer = make_trainer(keras.Model(inputs, keras.layers.Dense(3)(y)))
         x = np.zeros((64, 16, 16, 16), "float32")
         assert chosen(trainer, x, np.zeros((64, 3), "float32"), rows=64) is expected
@@ -162,7 +216,10 @@ def test_work_is_counted_by_row():
         y = tf.nn.depthwise_conv2d(y, tf.ones([3, 3, 4, 1]), [1] * 4, "SAME")
         return tf.nn.max_pool2d(y, 2, 2, "VALID")
 
-    (few, many) = (jit_choice.count(called.get_concrete_function(tf.TensorSpec([n, 16, 16, 3]))) for n in (2, 200))
+    (few, many) = (
+        jit_choice.count(called.get_concrete_function(tf.TensorSpec([n, 16, 16, 3])))
+        for n in (2, 200)
+    )
     assert few.convolved == many.convolved == 256 * (3 * 3 * 3 * 4 + 4 * 3 * 3 * 4)
     assert few.operations == many.operations > 2 and few.computed == many.computed
 
@@ -174,7 +231,9 @@ def test_an_update_is_that_of_keras_on_the_full_batch():
     theirs.fit(X, Y, batch_size=16, verbose=0, shuffle=False)
     other.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
     other.fit(X, Y, batch_size=8, verbose=0, shuffle=False)  # two updates: the control
-    for own, each, control in zip(ours.get_weights(), theirs.get_weights(), other.get_weights(), strict=True):
+    for own, each, control in zip(
+        ours.get_weights(), theirs.get_weights(), other.get_weights(), strict=True
+    ):
         np.testing.assert_allclose(own, each, rtol=0, atol=1e-7)
         assert np.abs(own - control).max() > 1e-5
 
@@ -189,7 +248,9 @@ def test_a_training_resumes_bit_for_bit_and_under_its_own_form_alone(tmp_path):
         IncompatibleCheckpointError,
         match=r"pass jit_compile=False to the Trainer; .*jit_compile: False was saved, now True",
     ):
-        make_trainer(jit_compile=True).fit(X, Y, epochs=3, checkpoint_dir=tmp_path / "parts", **options)
+        make_trainer(jit_compile=True).fit(
+            X, Y, epochs=3, checkpoint_dir=tmp_path / "parts", **options
+        )
     for jit_compile in ("auto", False):  # which say the same
         resumed = make_trainer(jit_compile=jit_compile)
         resumed.fit(X, Y, epochs=3, checkpoint_dir=tmp_path / "parts", **options)
@@ -205,10 +266,16 @@ def test_plans_and_summaries_read_an_xla_program_of_the_same_step():
     assert not summary.jit_compile and summary.flops > 0
     assert trainer.summary(X, Y, batch_size=8, verbose=False).flops == summary.flops
     trainer.fit(X, Y, batch_size="auto", global_batch_size=16, verbose=0)
-    assert not trainer._step.objective.options.uses_xla and not trainer._step.programs["train step"].jit_compile
+    assert (
+        not trainer._step.objective.options.uses_xla
+        and not trainer._step.programs["train step"].jit_compile
+    )
     with pytest.raises(ValueError, match="jit_compile=True"):
         trainer.memory_analysis((X.reshape(2, 8, 16, 16, 3), Y.reshape(2, 8, 3)))
-    for call in (lambda t: t.summary(X, Y, batch_size=8), lambda t: fa.plan(t, (X, Y), global_batch_size=16)):
+    for call in (
+        lambda t: t.summary(X, Y, batch_size=8),
+        lambda t: fa.plan(t, (X, Y), global_batch_size=16),
+    ):
         with pytest.raises(ValueError, match=r"jit_compile=False: .*jit_compile='auto'"):
             call(make_trainer(jit_compile=False))
 
@@ -223,9 +290,16 @@ def test_fit_says_once_that_it_runs_without_xla(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "machine, onednn, setting, hints",
-    [("x86_64", False, None, 1), ("x86_64", False, "0", 0), ("x86_64", True, None, 0), ("aarch64", False, None, 0)],
+    [
+        ("x86_64", False, None, 1),
+        ("x86_64", False, "0", 0),
+        ("x86_64", True, None, 0),
+        ("aarch64", False, None, 0),
+    ],
 )
-def test_fit_says_how_to_turn_onednn_on_where_nobody_has_chosen(capsys, monkeypatch, machine, onednn, setting, hints):
+def test_fit_says_how_to_turn_onednn_on_where_nobody_has_chosen(
+    capsys, monkeypatch, machine, onednn, setting, hints
+):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(jit_choice, "ONEDNN", onednn)

@@ -10,7 +10,10 @@ from fastaccum.kernels import private
 
 ROWS, TIME, CLASSES = 6, 4, 3
 REDUCTIONS = [
-    *(("keras", each) for each in ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")),
+    *(
+        ("keras", each)
+        for each in ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
+    ),
     *(("tf_keras", each) for each in ("sum_over_batch_size", "sum")),
 ]
 
@@ -50,14 +53,24 @@ CASES = {
         labels(ROWS, 1) % 2,
         values(ROWS, 1),
     ),
-    "focal": (LOSSES.BinaryFocalCrossentropy, {}, labels(ROWS, 1) % 2, probabilities(ROWS, 2)[:, :1]),
+    "focal": (
+        LOSSES.BinaryFocalCrossentropy,
+        {},
+        labels(ROWS, 1) % 2,
+        probabilities(ROWS, 2)[:, :1],
+    ),
     "one-hot": (
         LOSSES.CategoricalCrossentropy,
         {"label_smoothing": 0.1},
         np.eye(CLASSES)[labels(ROWS)],
         probabilities(ROWS, CLASSES),
     ),
-    "classes": (LOSSES.SparseCategoricalCrossentropy, {}, labels(ROWS), probabilities(ROWS, CLASSES)),
+    "classes": (
+        LOSSES.SparseCategoricalCrossentropy,
+        {},
+        labels(ROWS),
+        probabilities(ROWS, CLASSES),
+    ),
     "classes in a column": (
         LOSSES.SparseCategoricalCrossentropy,
         {"from_logits": True},
@@ -77,13 +90,22 @@ CASES = {
         values(ROWS, TIME, CLASSES),
     ),
     "images": (LOSSES.MeanSquaredError, {}, values(ROWS, 3, 2, 2), values(ROWS, 3, 2, 2)),
-    "focal one-hot": (LOSSES.CategoricalFocalCrossentropy, {}, np.eye(3)[labels(ROWS)], probabilities(ROWS, 3)),
+    "focal one-hot": (
+        LOSSES.CategoricalFocalCrossentropy,
+        {},
+        np.eye(3)[labels(ROWS)],
+        probabilities(ROWS, 3),
+    ),
 }
 
 
 def loss_of(case, reduction="sum_over_batch_size", K=keras):
     cls, options, y_true, y_pred = CASES[case]
-    return getattr(K.losses, cls.__name__)(reduction=reduction, **options), tf.constant(y_true), tf.constant(y_pred)
+    return (
+        getattr(K.losses, cls.__name__)(reduction=reduction, **options),
+        tf.constant(y_true),
+        tf.constant(y_pred),
+    )
 
 
 def with_mask(y_pred, mask):
@@ -100,7 +122,9 @@ def value_of(loss, found):
 @pytest.mark.parametrize("case", CASES)
 def test_a_term_is_the_value_of_keras(K, case, reduction):
     loss, y_true, y_pred = loss_of(case, reduction, K)
-    in_fit = y_true[:, tf.newaxis] if y_pred.shape == (ROWS, 1) and len(y_true.shape) == 1 else y_true
+    in_fit = (
+        y_true[:, tf.newaxis] if y_pred.shape == (ROWS, 1) and len(y_true.shape) == 1 else y_true
+    )
     elements = tuple(loss.call(in_fit, y_pred).shape)
     # Fractions and zeros, one for each loss; Keras itself knows no coarser ones for sequences.
     weights = tf.constant(rng.choice([0.0, 0.5, 2.0], size=elements).astype("float32"))
@@ -133,16 +157,23 @@ def test_rows_that_only_pad_leave_no_trace(K, case, reduction):
     spoiled = tf.concat([y_pred[:4], y_pred[4:] * np.nan], 0)
     for sample_weight in (None, weights):
         padded = compute_term(loss, y_true, spoiled, sample_weight, valid)
-        exact = compute_term(loss, y_true[:4], y_pred[:4], None if sample_weight is None else sample_weight[:4])
+        exact = compute_term(
+            loss, y_true[:4], y_pred[:4], None if sample_weight is None else sample_weight[:4]
+        )
         np.testing.assert_allclose(padded[:2], exact[:2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_terms_of_micro_batches_add_up_to_that_of_all_rows(K, case):
-    loss, y_true, y_pred = loss_of(case, "mean_with_sample_weight" if K is keras else "sum_over_batch_size", K)
+    loss, y_true, y_pred = loss_of(
+        case, "mean_with_sample_weight" if K is keras else "sum_over_batch_size", K
+    )
     weights = tf.constant(rng.random(ROWS).astype("float32"))
     whole = compute_term(loss, y_true, y_pred, weights)
-    parts = [compute_term(loss, y_true[a:b], y_pred[a:b], weights[a:b])[:2] for a, b in [(0, 1), (1, 4), (4, 6)]]
+    parts = [
+        compute_term(loss, y_true[a:b], y_pred[a:b], weights[a:b])[:2]
+        for a, b in [(0, 1), (1, 4), (4, 6)]
+    ]
     np.testing.assert_allclose(np.sum(parts, axis=0), whole[:2], rtol=1e-5)
 
 
@@ -150,21 +181,34 @@ def test_a_weight_of_zero_counts_but_a_masked_element_does_not():
     loss = LOSSES.MeanSquaredError()
     y_true, y_pred = tf.zeros([3, 1]), tf.ones([3, 1])
     assert float(compute_term(loss, y_true, y_pred, tf.constant([1.0, 0.0, 1.0])).weight_sum) == 3
-    assert float(compute_term(loss, y_true, with_mask(y_pred, tf.constant([True, False, True]))).weight_sum) == 2
+    assert (
+        float(
+            compute_term(
+                loss, y_true, with_mask(y_pred, tf.constant([True, False, True]))
+            ).weight_sum
+        )
+        == 2
+    )
 
 
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, TIME), (ROWS, TIME, 1)])
 def test_weights_of_any_rank_that_fits(shape):
     loss, y_true, y_pred = loss_of("tokens", "sum")
     weights = rng.random(shape).astype("float32")
-    per_token = np.broadcast_to(weights.reshape(*shape[:2], *[1] * (2 - len(shape[:2]))), (ROWS, TIME))
+    per_token = np.broadcast_to(
+        weights.reshape(*shape[:2], *[1] * (2 - len(shape[:2]))), (ROWS, TIME)
+    )
     expected = (loss.call(y_true, y_pred).numpy() * per_token).sum()
-    np.testing.assert_allclose(compute_term(loss, y_true, y_pred, tf.constant(weights)).loss_sum, expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        compute_term(loss, y_true, y_pred, tf.constant(weights)).loss_sum, expected, rtol=1e-5
+    )
 
 
 def test_weights_that_do_not_fit_say_so():
     loss, y_true, y_pred = loss_of("tokens")
-    with pytest.raises(ValueError, match=r"sample_weight of shape \(6, 3\) does not fit losses of shape \(6, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"sample_weight of shape \(6, 3\) does not fit losses of shape \(6, 4\)"
+    ):
         compute_term(loss, y_true, y_pred, tf.ones([ROWS, 3]))
 
 
@@ -182,7 +226,11 @@ def test_a_function_and_a_name_are_losses_too():
     outputs = Outputs(["out"], spec)
     batch = outputs.matched(tf.zeros([ROWS, 2]), tf.fill([ROWS, 2], 3.0), None)
     found = []
-    for each in ("mse", lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, -1), LOSSES.MeanSquaredError()):
+    for each in (
+        "mse",
+        lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, -1),
+        LOSSES.MeanSquaredError(),
+    ):
         losses = Losses(each)
         losses.build(outputs, spec)
         (only,) = losses.terms(batch, {})
@@ -219,7 +267,9 @@ class TestOutputs:
         assert self.OUTPUTS.match(None, "loss") == self.OUTPUTS.match((), "loss") == [None, None]
 
     def test_a_models_dict_names_its_outputs_itself(self):
-        outputs = Outputs(["a", "b"], {"x": keras.KerasTensor((2, 1)), "y": keras.KerasTensor((2, 3))})
+        outputs = Outputs(
+            ["a", "b"], {"x": keras.KerasTensor((2, 1)), "y": keras.KerasTensor((2, 3))}
+        )
         assert outputs.names == ["x", "y"] and outputs.match({"y": 2, "x": 1}, "loss") == [1, 2]
         assert outputs.predictions({"y": 2, "x": 1}) == [1, 2]
 
@@ -257,12 +307,17 @@ def test_only_labels_that_are_class_indices_are_observed(family):
     losses.build(outputs, y_true)
     assert [output.classes for output in losses.outputs] == [None, CLASSES]
     # The ignored class is not out of range.
-    assert [labels.numpy().tolist() for labels in losses.class_indices(outputs.match(y_true, "y"))] == [[0, 2]]
+    assert [
+        labels.numpy().tolist() for labels in losses.class_indices(outputs.match(y_true, "y"))
+    ] == [[0, 2]]
 
 
 def test_a_loss_that_compares_rows_is_that_of_each_micro_batch():
     """Told of, and without padding."""
-    y_pred, labels = tf.math.l2_normalize(tf.constant([[1.0, 2], [3, 1], [2, 2], [0, 1]]), 1), tf.constant([0, 0, 1, 1])
+    y_pred, labels = (
+        tf.math.l2_normalize(tf.constant([[1.0, 2], [3, 1], [2, 2], [0, 1]]), 1),
+        tf.constant([0, 0, 1, 1]),
+    )
     losses, outputs, loss = Losses(LOSSES.Circle()), Outputs(["a"], y_pred), LOSSES.Circle()
     losses.build(outputs, labels)
     assert losses.mixing == {"a": "circle"}
@@ -270,7 +325,9 @@ def test_a_loss_that_compares_rows_is_that_of_each_micro_batch():
     np.testing.assert_allclose(term.loss_sum / term.weight_sum, loss(labels, y_pred), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["TripletSemiHard", "TripletHard", "LiftedStruct", "Npairs", "NpairsMultilabel"])
+@pytest.mark.parametrize(
+    "name", ["TripletSemiHard", "TripletHard", "LiftedStruct", "Npairs", "NpairsMultilabel"]
+)
 def test_a_loss_of_tensorflow_addons_that_compares_rows_is_that_of_each_micro_batch(name):
     """Its value is a scalar, whatever its reduction."""
     pytest.importorskip("tf_keras")
@@ -307,19 +364,24 @@ IMAGES = np.random.default_rng(0).integers(0, 2, size=(10, 4, 4, 2)).astype("flo
 def test_a_loss_of_the_whole_batch_says_which_axes_work_and_these_train_as_in_keras(kind):
     spec = keras.KerasTensor((10, 4, 4, 2))
     axes = rf"losses\.{kind.__name__}\(axis=\(1, 2, 3\)\), one loss for each row"
-    for axis in (0, (-4, 1), (0, 1, 2)):  # as many losses as there are rows may still be of all rows
+    # as many losses as there are rows may still be of all rows
+    for axis in (0, (-4, 1), (0, 1, 2)):
         with pytest.raises(ValueError, match=f"compares the whole batch.*{axes}"):
             Losses(kind(axis=axis)).build(Outputs(["mask"], spec), spec)
 
     def model():
         keras.utils.set_random_seed(1)
-        return keras.Sequential([keras.Input((4, 4, 2)), keras.layers.Dense(2, activation="sigmoid")])
+        return keras.Sequential(
+            [keras.Input((4, 4, 2)), keras.layers.Dense(2, activation="sigmoid")]
+        )
 
     full, x = model(), IMAGES[::-1] + 0.5
     full.compile(keras.optimizers.SGD(0.1), kind(axis=(1, 2, 3)), run_eagerly=True)
     loss = full.train_on_batch(x, IMAGES)
     sgd = keras.optimizers.SGD(0.1)
-    trainer = fa.Trainer(model(), sgd, kind(axis=(1, 2, 3)), gradient_accumulation_steps=3, jit_compile=False)
+    trainer = fa.Trainer(
+        model(), sgd, kind(axis=(1, 2, 3)), gradient_accumulation_steps=3, jit_compile=False
+    )
     history = trainer.fit(x, IMAGES, batch_size=4, shuffle=False, verbose=0).history
     assert history["loss"] == pytest.approx([float(loss)], rel=1e-5)
     for ours, theirs in zip(trainer.model.get_weights(), full.get_weights(), strict=True):
@@ -337,7 +399,8 @@ def test_an_output_may_have_no_loss():
 
 
 def test_a_loss_of_a_distribution_gets_it_as_it_is():
-    class Distribution:  # as tensorflow-probability's layers return them: no tensor until one is drawn
+    # as tensorflow-probability's layers return them: no tensor until one is drawn
+    class Distribution:
         shape, dtype = tf.TensorShape([ROWS, 1]), tf.float32
 
         def log_prob(self, y):
@@ -346,7 +409,9 @@ def test_a_loss_of_a_distribution_gets_it_as_it_is():
     losses = Losses(lambda y, distribution: -distribution.log_prob(y))
     y = values(ROWS, 1)
     losses.build(Outputs(["a"], keras.KerasTensor((ROWS, 1))), keras.KerasTensor((ROWS, 1)))
-    batch = Outputs(["a"], keras.KerasTensor((ROWS, 1))).matched(tf.constant(y), Distribution(), None)
+    batch = Outputs(["a"], keras.KerasTensor((ROWS, 1))).matched(
+        tf.constant(y), Distribution(), None
+    )
     (term,) = losses.terms(batch, {})
     assert float(term.loss_sum) == pytest.approx(np.square(y).sum())
     assert float(term.weight_sum) == ROWS

@@ -1,4 +1,6 @@
-"""Attention masks of random expressions: what is read of a mask is what the mask says, or nothing is read."""
+"""Attention masks of random expressions: what is read of a mask is what the mask says, or nothing
+is read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ HEADS = 3
 
 
 class Expressions:
-    """Draws masks of `rows` x `queries` x `keys`, some of whose operands depend on an input of the graph."""
+    """Draws masks of `rows` x `queries` x `keys`, some of whose operands depend on an input of the
+    graph.
+    """
 
     def __init__(self, seed, rows, queries, keys):
         self.random = np.random.default_rng(seed)
@@ -45,7 +49,10 @@ class Expressions:
 
     def positions(self, ids):
         dtype = self.pick(("int32", "int32", "float32", "uint8", "int64"))
-        of_queries, of_keys = ops.arange(self.queries, dtype=dtype), ops.arange(self.keys, dtype=dtype)
+        of_queries, of_keys = (
+            ops.arange(self.queries, dtype=dtype),
+            ops.arange(self.keys, dtype=dtype),
+        )
         forms = (
             lambda: of_queries[:, None],
             lambda: of_keys[None],
@@ -72,7 +79,9 @@ class Expressions:
         return found
 
     def constant(self):
-        shape = self.pick(((), (1,), (self.keys,), (self.queries, 1), (self.queries, self.keys), (1, 1, 1)))
+        shape = self.pick(
+            ((), (1,), (self.keys,), (self.queries, 1), (self.queries, self.keys), (1, 1, 1))
+        )
         forms = (
             lambda: self.random.random(shape) < 0.5,
             lambda: np.ones(shape, bool),
@@ -94,7 +103,9 @@ class Expressions:
         forms = (
             lambda: ops.logical_and(deeper(), deeper()),
             lambda: deeper() & deeper(),
-            lambda: ops.logical_and(deeper(), self.pick((True, tf.constant(True), tf.constant([True])))),
+            lambda: ops.logical_and(
+                deeper(), self.pick((True, tf.constant(True), tf.constant([True])))
+            ),
             lambda: ops.logical_or(deeper(), deeper()),
             lambda: ops.logical_or(deeper(), False),
             lambda: ops.logical_not(deeper()),
@@ -162,7 +173,9 @@ SIZES = [(2, 6, 6), (6, 6, 6), (2, 5, 3), (1, 4, 4), (3, 4, 1), (2, 1, 5)]
 
 
 def read_drawn(seed):
-    """Draws a mask; returns what it is, and what was read of it; None for a mask that is none, or was not read."""
+    """Draws a mask; returns what it is, and what was read of it; None for a mask that is none, or
+    was not read.
+    """
     rows, queries, keys = SIZES[seed % len(SIZES)]
     expressions = Expressions(seed, rows, queries, keys)
     seen = []
@@ -170,9 +183,12 @@ def read_drawn(seed):
     def trace(ids):
         try:
             mask = expressions.mask(ids)
-            shape = tf.broadcast_static_shape(mask.shape, tf.TensorShape([rows, HEADS, queries, keys]))
+            shape = tf.broadcast_static_shape(
+                mask.shape, tf.TensorShape([rows, HEADS, queries, keys])
+            )
             drawn = shape == [rows, HEADS, queries, keys]
-        except (ValueError, TypeError, IndexError, tf.errors.OpError):  # shapes that do not go together
+        except (ValueError, TypeError, IndexError, tf.errors.OpError):
+            # shapes that do not go together
             drawn = False
         if not drawn:
             return None
@@ -181,7 +197,9 @@ def read_drawn(seed):
         return mask, None if parts is None else made_again(parts, queries, keys)
 
     ids = np.random.default_rng(seed).integers(-1, 3, (rows, 6)).astype("int32")
-    found = tf.function(trace, autograph=False).get_concrete_function(tf.TensorSpec(ids.shape, tf.int32))
+    found = tf.function(trace, autograph=False).get_concrete_function(
+        tf.TensorSpec(ids.shape, tf.int32)
+    )
     if not seen or seen[0] is None:
         return bool(seen), None
     return True, [each.numpy() for each in found(tf.constant(ids))]

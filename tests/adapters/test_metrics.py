@@ -36,18 +36,32 @@ def tokens_batch():
 
 
 def keras_figures(K, model, loss, metrics, batch, weighted_metrics=()):
-    """Keras's own, over all rows as one batch, and of an epoch in batches of 12 that leaves the weights alone."""
+    """Keras's own, over all rows as one batch, and of an epoch in batches of 12 that leaves the
+    weights alone.
+    """
     twin = K.models.clone_model(model)
     twin.set_weights(model.get_weights())
-    twin.compile(K.optimizers.SGD(0.0), loss=loss, metrics=metrics, weighted_metrics=weighted_metrics, run_eagerly=True)
+    twin.compile(
+        K.optimizers.SGD(0.0),
+        loss=loss,
+        metrics=metrics,
+        weighted_metrics=weighted_metrics,
+        run_eagerly=True,
+    )
     x, y, *weight = batch
-    fitted = twin.fit(x, y, 12, sample_weight=weight[0] if weight else None, shuffle=False, verbose=0).history
+    fitted = twin.fit(
+        x, y, 12, sample_weight=weight[0] if weight else None, shuffle=False, verbose=0
+    ).history
     twin.reset_metrics()
-    return twin.test_on_batch(*batch, return_dict=True), {name: values[-1] for name, values in fitted.items()}
+    return twin.test_on_batch(*batch, return_dict=True), {
+        name: values[-1] for name, values in fitted.items()
+    }
 
 
 def check(K, make_model, loss, make_metrics, batch, make_weighted=lambda K: [], jit_compile=False):
-    """Metrics of `evaluate`, and of an epoch of `fit` that leaves the weights alone, are Keras's own."""
+    """Metrics of `evaluate`, and of an epoch of `fit` that leaves the weights alone, are Keras's
+    own.
+    """
     model = make_model(K)
     expected, fitted = keras_figures(K, model, loss, make_metrics(K), batch, make_weighted(K))
     trainer = fa.Trainer(
@@ -67,7 +81,9 @@ def check(K, make_model, loss, make_metrics, batch, make_weighted=lambda K: [], 
     trained = {name: values[-1] for name, values in history.items() if name not in own}
     assert set(trained) == set(evaluated) == set(expected)
     for name in expected:
-        np.testing.assert_allclose(evaluated[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            evaluated[name], expected[name], rtol=2e-5, atol=1e-6, err_msg=name
+        )
         np.testing.assert_allclose(trained[name], fitted[name], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
@@ -125,12 +141,18 @@ def test_a_weight_per_row_holds_for_each_of_its_tokens():
     weights = rng.choice([0.0, 0.5, 2.0], size=ROWS).astype("float32")
     model = classifier(keras)
     trainer = fa.Trainer(
-        model, "sgd", "sparse_categorical_crossentropy", weighted_metrics=["accuracy"], jit_compile=False
+        model,
+        "sgd",
+        "sparse_categorical_crossentropy",
+        weighted_metrics=["accuracy"],
+        jit_compile=False,
     )
     found = trainer.evaluate(x, y, 4, sample_weight=weights, verbose=0, return_dict=True)
     factors = (x != 0).any(-1) * weights[:, np.newaxis]
     right = model.predict(x, verbose=0).argmax(-1) == y
-    np.testing.assert_allclose(found["accuracy"], (right * factors).sum() / factors.sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        found["accuracy"], (right * factors).sum() / factors.sum(), rtol=1e-5
+    )
 
 
 def test_of_several_outputs_by_name(K):
@@ -168,14 +190,18 @@ def test_with_one_value_for_each_class(K):
 
 @keras.saving.register_keras_serializable()
 class Total(keras.Metric):
-    """A metric as users write them: it ignores the sample weights, and would count rows that pad."""
+    """A metric as users write them: it ignores the sample weights, and would count rows that
+    pad.
+    """
 
     def __init__(self, name="total", **kwargs):
         super().__init__(name=name, **kwargs)
         self.total = self.add_weight(initializer="zeros")
 
     def update_state(self, y_true, y_pred, sample_weight=None):
-        self.total.assign_add(keras.ops.sum(keras.ops.abs(keras.ops.cast(y_true, "float32") - y_pred)))
+        self.total.assign_add(
+            keras.ops.sum(keras.ops.abs(keras.ops.cast(y_true, "float32") - y_pred))
+        )
 
     def result(self):
         return self.total
@@ -200,13 +226,17 @@ def test_a_function_per_row_and_one_per_batch(K):
     found = trainer.evaluate(x, y, 4, verbose=0, return_dict=True)["worst"]
     errors = np.abs(model.predict(x, verbose=0) - y)
     # As in Keras: the mean of the batches' values.
-    np.testing.assert_allclose(found, np.mean([errors[i : i + 4].max() for i in range(0, ROWS, 4)]), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, np.mean([errors[i : i + 4].max() for i in range(0, ROWS, 4)]), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("fitted", [False, True], ids=["", "fitted"])
 def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, fitted, recwarn):
-    """Where accumulation makes a difference, in a later fit too: it is a mean over micro-batches."""
+    """Where accumulation makes a difference, in a later fit too: it is a mean over
+    micro-batches.
+    """
 
     def dice(y_true, y_pred):
         y_true = tf.cast(y_true, tf.float32)
@@ -236,7 +266,9 @@ def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, fitted, recwa
         trainer.fit(x, y, 4, shuffle=False, verbose=0)
         trainer.gradient_accumulation_steps = micro_batches
     logged = trainer.fit(x, y, 4, shuffle=False, verbose=0).history["dice"][0]
-    warned = [str(each.message) for each in recwarn if "no sum or mean over the rows" in str(each.message)]
+    warned = [
+        str(each.message) for each in recwarn if "no sum or mean over the rows" in str(each.message)
+    ]
     assert len(warned) == (4 if micro_batches > 1 else 0)
     for name in ("'dice'", "'compared'", "'in_function'", "'cosine'") if warned else ():
         assert sum(name in message for message in warned) == 1
@@ -255,7 +287,12 @@ def test_of_axes_as_long_as_a_micro_batch(shape):
 
     def metrics():
         K = keras.metrics
-        return [K.Precision(name="precision"), K.AUC(name="area"), K.BinaryIoU(name="iou"), K.TruePositives(name="tp")]
+        return [
+            K.Precision(name="precision"),
+            K.AUC(name="area"),
+            K.BinaryIoU(name="iou"),
+            K.TruePositives(name="tp"),
+        ]
 
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input(x.shape[1:]), keras.layers.Dense(1, "sigmoid")])
@@ -284,9 +321,16 @@ def test_a_function_may_return_a_number(K):
 
     x, y = rows_batch()
     model = value(K)
-    model.compile("sgd", "mse", metrics=[steps, numpy_scalar], weighted_metrics=[steps], run_eagerly=True)
+    model.compile(
+        "sgd", "mse", metrics=[steps, numpy_scalar], weighted_metrics=[steps], run_eagerly=True
+    )
     trainer = fa.Trainer(
-        value(K), K.optimizers.SGD(), "mse", [steps, numpy_scalar], weighted_metrics=[steps], jit_compile=False
+        value(K),
+        K.optimizers.SGD(),
+        "mse",
+        [steps, numpy_scalar],
+        weighted_metrics=[steps],
+        jit_compile=False,
     )
     theirs = model.evaluate(x, y, verbose=0, return_dict=True)
     ours = trainer.evaluate(x, y, verbose=0, return_dict=True)
@@ -300,7 +344,9 @@ def test_a_name_that_is_taken_gets_a_number_and_an_object_is_given_once():
     logs = trainer.evaluate(x, y, verbose=0, return_dict=True)
     assert logs["loss_1"] == logs["mae"] != logs["loss"]
     with pytest.raises(ValueError, match="The metric 'loss' is given twice"):
-        fa.Trainer(value(), "sgd", "mse", [mae], weighted_metrics=[mae], jit_compile=False).evaluate(x, y, verbose=0)
+        fa.Trainer(
+            value(), "sgd", "mse", [mae], weighted_metrics=[mae], jit_compile=False
+        ).evaluate(x, y, verbose=0)
 
 
 def test_start_anew_in_every_epoch(K):
@@ -363,8 +409,18 @@ def test_of_tf_keras_are_what_tf_keras_logs(masked):
     model.set_weights(own.get_weights())
     weight = rng.uniform(0.5, 2.0, ROWS).astype("float32")
     loss = "sparse_categorical_crossentropy" if masked else "binary_crossentropy"
-    weighted = [metrics.SparseCategoricalAccuracy(name="weighted")] if masked else [metrics.AUC(name="weighted")]
-    own.compile(tf_keras.optimizers.SGD(0.0), loss, metrics=compiled(), weighted_metrics=weighted, run_eagerly=True)
+    weighted = (
+        [metrics.SparseCategoricalAccuracy(name="weighted")]
+        if masked
+        else [metrics.AUC(name="weighted")]
+    )
+    own.compile(
+        tf_keras.optimizers.SGD(0.0),
+        loss,
+        metrics=compiled(),
+        weighted_metrics=weighted,
+        run_eagerly=True,
+    )
     expected = own.test_on_batch(x, y, weight, return_dict=True)
     fitted = own.fit(x, y, 12, sample_weight=weight, shuffle=False, verbose=0).history
     trainer = fa.Trainer(
@@ -380,11 +436,15 @@ def test_of_tf_keras_are_what_tf_keras_logs(masked):
     evaluated = trainer.evaluate(x, y, 4, sample_weight=weight, verbose=0, return_dict=True)
     for name, value in expected.items():
         np.testing.assert_allclose(evaluated[name], value, rtol=2e-5, atol=1e-6, err_msg=name)
-        np.testing.assert_allclose(trained[name][-1], fitted[name][0], rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            trained[name][-1], fitted[name][0], rtol=2e-5, atol=1e-6, err_msg=name
+        )
 
 
 @pytest.mark.variant
-@pytest.mark.parametrize("names", [("keras", "tf_keras"), ("tf_keras", "keras")], ids=" metric of ".join)
+@pytest.mark.parametrize(
+    "names", [("keras", "tf_keras"), ("tf_keras", "keras")], ids=" metric of ".join
+)
 def test_a_metric_of_the_other_keras_is_left_out_of_a_saved_model(names, tmp_path):
     """Which could not be loaded again, or not be saved."""
     K, other = map(pytest.importorskip, names)
@@ -395,4 +455,6 @@ def test_a_metric_of_the_other_keras_is_left_out_of_a_saved_model(names, tmp_pat
     assert "error" in trainer.fit(x, x[:, :1], batch_size=4, verbose=0).history
     model.save(tmp_path / "model.keras")
     loaded = K.models.load_model(tmp_path / "model.keras")
-    assert loaded.evaluate(x, x[:, :1], verbose=0) == pytest.approx(trainer.evaluate(x, x[:, :1], verbose=0)[0])
+    assert loaded.evaluate(x, x[:, :1], verbose=0) == pytest.approx(
+        trainer.evaluate(x, x[:, :1], verbose=0)[0]
+    )

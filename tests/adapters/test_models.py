@@ -43,12 +43,16 @@ def functional():
 
 def dict_inputs():
     inputs = {name: keras.Input((6,), name=name) for name in ("left", "right")}
-    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Add()([inputs["left"], inputs["right"]])))
+    return keras.Model(
+        inputs, keras.layers.Dense(1)(keras.layers.Add()([inputs["left"], inputs["right"]]))
+    )
 
 
 def fit(model, x, y=Y, optimizer="sgd", loss="mse", **options):
     """Two epochs in train steps of 2 x 4 rows, the last of 4."""
-    trainer = fa.Trainer(model, optimizer, loss, gradient_accumulation_steps=2, jit_compile=False, **options)
+    trainer = fa.Trainer(
+        model, optimizer, loss, gradient_accumulation_steps=2, jit_compile=False, **options
+    )
     return trainer, trainer.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False)
 
 
@@ -98,7 +102,9 @@ def test_mixed_precision_keeps_variables_in_float32(policy):
 
 
 def test_compute_dtype_is_the_lowest_of_any_layer():
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, dtype="mixed_float16"), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(2, dtype="mixed_float16"), keras.layers.Dense(1)]
+    )
     assert models.get(model).compute_dtype == "float16"
     assert models.get(functional()).compute_dtype == "float32"
 
@@ -127,10 +133,15 @@ def legacy(tf_keras, *layers):
 
 
 def test_losses_that_tf_keras_layers_add_are_those_of_the_last_call(tf_keras):
-    own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, "tanh", activity_regularizer="l2")) for _ in range(2))
+    own, model = (
+        legacy(tf_keras, tf_keras.layers.Dense(4, "tanh", activity_regularizer="l2"))
+        for _ in range(2)
+    )
     own.compile(tf_keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
     expected = own.fit(X, Y, batch_size=len(X), shuffle=False, verbose=0)
-    trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=4, jit_compile=False)
+    trainer = fa.Trainer(
+        model, tf_keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=4, jit_compile=False
+    )
     history = trainer.fit(X, Y, batch_size=-(-len(X) // 4), shuffle=False, verbose=0)
     for a, b in zip(model.get_weights(), own.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
@@ -146,11 +157,15 @@ def test_an_activity_regulariser_that_is_a_mean_over_rows_says_so(family):
 
     codes = layers.Dense(4, activity_regularizer=sparse, name="codes")
     model = pytest.importorskip(family).Sequential([layers.Input((6,)), codes, layers.Dense(1)])
-    with pytest.raises(ValueError, match="activity_regularizer sparse of layer 'codes' is a mean over rows"):
+    with pytest.raises(
+        ValueError, match="activity_regularizer sparse of layer 'codes' is a mean over rows"
+    ):
         fa.Trainer(model, "sgd", "mse").fit(X, Y, verbose=0)
 
 
-@pytest.mark.skipif(not added_losses._DIVIDES_BY_ROWS, reason="Keras before 3.14 does not divide by rows")
+@pytest.mark.skipif(
+    not added_losses._DIVIDES_BY_ROWS, reason="Keras before 3.14 does not divide by rows"
+)
 def test_an_activity_regulariser_becomes_an_added_loss_as_the_error_says():
     rows = 8
     x, y = X[:rows], Y[:rows]
@@ -166,15 +181,24 @@ def test_an_activity_regulariser_becomes_an_added_loss_as_the_error_says():
     def network(middle, **options):
         keras.utils.set_random_seed(0)
         return keras.Sequential(
-            [keras.Input(x.shape[1:]), keras.layers.Dense(4, "tanh", **options), middle, keras.layers.Dense(1)]
+            [
+                keras.Input(x.shape[1:]),
+                keras.layers.Dense(4, "tanh", **options),
+                middle,
+                keras.layers.Dense(1),
+            ]
         )
 
     theirs = network(keras.layers.Identity(), activity_regularizer=sparse)
     theirs.compile(keras.optimizers.SGD(0.5), "mse", jit_compile=False)
     theirs.fit(x, y, batch_size=rows, shuffle=False, verbose=0)
     ours = network(Sparse())
-    trainer = fa.Trainer(ours, keras.optimizers.SGD(0.5), "mse", gradient_accumulation_steps=4, jit_compile=False)
-    with pytest.raises(ValueError, match="divided by the rows of an update it is as strong as in Keras"):
+    trainer = fa.Trainer(
+        ours, keras.optimizers.SGD(0.5), "mse", gradient_accumulation_steps=4, jit_compile=False
+    )
+    with pytest.raises(
+        ValueError, match="divided by the rows of an update it is as strong as in Keras"
+    ):
         refused = network(keras.layers.Identity(), activity_regularizer=sparse)
         fa.Trainer(refused, "sgd", "mse", jit_compile=False).fit(x, y, verbose=0)
     trainer.fit(x, y, batch_size=rows // 4, shuffle=False, verbose=0)
@@ -188,13 +212,19 @@ def test_a_tf_keras_model_trains_as_tf_keras_trains_it(tf_keras, jit_compile):
     own.compile(tf_keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
     expected = own.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     optimizer = tf_keras.optimizers.Adam(0.01)
-    trainer = fa.Trainer(model, optimizer, "mse", ["mae"], gradient_accumulation_steps=2, jit_compile=jit_compile)
-    history = trainer.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0, validation_data=(X, Y))
+    trainer = fa.Trainer(
+        model, optimizer, "mse", ["mae"], gradient_accumulation_steps=2, jit_compile=jit_compile
+    )
+    history = trainer.fit(
+        X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0, validation_data=(X, Y)
+    )
     for a, b in zip(model.get_weights(), own.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
     assert int(optimizer.iterations) == 6
-    np.testing.assert_allclose(history.history["val_loss"][-1], own.evaluate(X, Y, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(
+        history.history["val_loss"][-1], own.evaluate(X, Y, verbose=0), rtol=1e-5
+    )
     np.testing.assert_array_equal(trainer.predict(X, verbose=0), model.predict(X, verbose=0))
 
 
@@ -203,7 +233,14 @@ def test_a_tf_keras_model_with_state_and_ids(tf_keras):
     layers = tf_keras.layers
     normalize = layers.BatchNormalization()
     model = tf_keras.Sequential(
-        [layers.Input((6,)), layers.Embedding(9, 4), layers.Flatten(), normalize, layers.Dropout(0.5), layers.Dense(1)]
+        [
+            layers.Input((6,)),
+            layers.Embedding(9, 4),
+            layers.Flatten(),
+            normalize,
+            layers.Dropout(0.5),
+            layers.Dense(1),
+        ]
     )
     before = model.layers[0].embeddings.numpy()
     trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2)
@@ -218,7 +255,9 @@ def test_a_tf_keras_model_with_state_and_ids(tf_keras):
 
 
 def test_tf_keras_batch_statistics_are_those_of_tf_keras(tf_keras):
-    own, model = (legacy(tf_keras, tf_keras.layers.BatchNormalization(momentum=0.5)) for _ in range(2))
+    own, model = (
+        legacy(tf_keras, tf_keras.layers.BatchNormalization(momentum=0.5)) for _ in range(2)
+    )
     own.compile(tf_keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
     own.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
     own.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
@@ -274,11 +313,17 @@ class Tied(keras.Model):
         return self.table(inputs=self.table(inputs=ids), reverse=True)
 
 
-@pytest.mark.parametrize("policy", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)])
+@pytest.mark.parametrize(
+    "policy", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)]
+)
 @pytest.mark.parametrize("name", ["images", "tied", "tied, head left out"])
 def test_replaced_layers_take_their_arguments_by_keyword(name, policy):
     keras.config.set_dtype_policy(policy)
-    x, make, loss = (RNG.normal(size=(8, 5, 5, 1)), ByKeyword, "mse") if name == "images" else (IDS[:8], Tied, None)
+    x, make, loss = (
+        (RNG.normal(size=(8, 5, 5, 1)), ByKeyword, "mse")
+        if name == "images"
+        else (IDS[:8], Tied, None)
+    )
     own, model = make(), make()
     own(x), model(x)
     model.set_weights(own.get_weights())
@@ -289,7 +334,9 @@ def test_replaced_layers_take_their_arguments_by_keyword(name, policy):
     head = fa.LinearCrossEntropy(head="table") if name == "tied, head left out" else cross_entropy
     fa.Trainer(model, keras.optimizers.SGD(0.1), loss or head).fit(x, y, batch_size=8, verbose=0)
     for a, b, c in zip(model.get_weights(), own.get_weights(), before, strict=True):
-        np.testing.assert_allclose(a - c, b - c, atol=(1e-6 if policy == "float32" else 0.05) * (1 + np.abs(b).max()))
+        np.testing.assert_allclose(
+            a - c, b - c, atol=(1e-6 if policy == "float32" else 0.05) * (1 + np.abs(b).max())
+        )
 
 
 class Regularised(keras.layers.Dense):
@@ -304,11 +351,15 @@ class Regularised(keras.layers.Dense):
 @pytest.mark.parametrize("divided", [True, False], ids=["Keras 3.14", "Keras 3.12"])
 def test_activity_regularisers_count_as_keras_has_them(divided, monkeypatch):
     if not divided:  # as before 3.14
-        undivided = types.SimpleNamespace(**{**vars(keras_layer.ops), "divide_no_nan": lambda loss, rows: loss})
+        undivided = types.SimpleNamespace(
+            **{**vars(keras_layer.ops), "divide_no_nan": lambda loss, rows: loss}
+        )
         monkeypatch.setattr(keras_layer, "ops", undivided)
     monkeypatch.setattr(added_losses, "_DIVIDES_BY_ROWS", divided)
     own, model = (
-        keras.Sequential([keras.Input((6,)), Regularised(3, activity_regularizer="l2"), keras.layers.Dense(1)])
+        keras.Sequential(
+            [keras.Input((6,)), Regularised(3, activity_regularizer="l2"), keras.layers.Dense(1)]
+        )
         for _ in range(2)
     )
     model.set_weights(own.get_weights())
@@ -354,10 +405,14 @@ def test_an_embedding_that_is_not_given_what_it_looks_up_is_not_refused(make):
     assert type(model.layers[0]) is type(make())
 
 
-@pytest.mark.parametrize("make", [keras.layers.Embedding, keras.layers.ReversibleEmbedding, Padded, "int8"])
+@pytest.mark.parametrize(
+    "make", [keras.layers.Embedding, keras.layers.ReversibleEmbedding, Padded, "int8"]
+)
 def test_what_an_embedding_looks_up_must_exist(make):
     embedding = keras.layers.Embedding(8, 3) if make == "int8" else make(8, 3)
-    model = keras.Sequential([keras.Input((6,)), embedding, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((6,)), embedding, keras.layers.Flatten(), keras.layers.Dense(1)]
+    )
     if make == "int8":
         embedding.quantize("int8")
     trainer = fa.Trainer(model, "sgd", "mse")
@@ -375,7 +430,8 @@ def test_a_call_that_the_user_replaced_is_left_as_it_was():
         [keras.Input((2,), dtype="int32"), embedding, keras.layers.Flatten(), keras.layers.Dense(1)]
     )
     original = embedding.call
-    embedding.call = mine = lambda ids: 2 * original(ids % 5)  # the ids that it is called with are not looked up
+    # the ids that it is called with are not looked up
+    embedding.call = mine = lambda ids: 2 * original(ids % 5)
     fa.Trainer(model, "sgd", "mse").fit(np.full((2, 2), 17), np.zeros((2, 1)), verbose=0)
     assert vars(embedding)["call"] is mine
 
@@ -415,7 +471,9 @@ def test_what_a_compile_of_the_models_own_was_given_stays():
     model.compile("sgd", keras.losses.MeanSquaredError())
     model(X)
     start = model.get_weights()
-    fa.Trainer(model, "sgd", jit_compile=False, gradient_accumulation_steps=2).fit(X, Y, batch_size=10, verbose=0)
+    fa.Trainer(model, "sgd", jit_compile=False, gradient_accumulation_steps=2).fit(
+        X, Y, batch_size=10, verbose=0
+    )
     ours = model.get_weights()
     model.set_weights(start)
     model.compile("sgd", keras.losses.MeanSquaredError())

@@ -1,10 +1,22 @@
-"""Every optimizer behind the one face: equal to its own eager update, and undone in full by a select."""
+"""Every optimizer behind the one face: equal to its own eager update, and undone in full by a
+select.
+"""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from every_optimizer import KERAS, SINCE, TF_KERAS, TFA, VERSION, make_model, own_apply, raw, tf_keras
+from every_optimizer import (
+    KERAS,
+    SINCE,
+    TF_KERAS,
+    TFA,
+    VERSION,
+    make_model,
+    own_apply,
+    raw,
+    tf_keras,
+)
 
 import fastaccum as fa
 from fastaccum.adapters import optimizers
@@ -16,11 +28,15 @@ ALL = {**KERAS, **TF_KERAS, **TFA}
 
 def make_gradients(variables, steps=STEPS, seed=1):
     rng = np.random.default_rng(seed)
-    return [[tf.constant(rng.normal(size=v.shape), tf.float32) for v in variables] for _ in range(steps)]
+    return [
+        [tf.constant(rng.normal(size=v.shape), tf.float32) for v in variables] for _ in range(steps)
+    ]
 
 
 def jitted(optimizer, variables):
-    """The train step's use: an update in one XLA program, undone by a select where `ok` is false."""
+    """The train step's use: an update in one XLA program, undone by a select where `ok` is
+    false.
+    """
 
     @tf.function(jit_compile=True, autograph=False)
     def step(gradients, ok):
@@ -34,11 +50,15 @@ def jitted(optimizer, variables):
 
 
 def reachable(root):
-    """Every tf.Variable that attributes and containers lead to, by another way than the code under test."""
+    """Every tf.Variable that attributes and containers lead to, by another way than the code under
+    test.
+    """
     found, seen, todo = [], set(), [root]
     while todo:
         item = todo.pop()
-        if id(item) in seen or isinstance(item, (str, bytes, np.ndarray, tf.Tensor, type(tf), type)):
+        if id(item) in seen or isinstance(
+            item, (str, bytes, np.ndarray, tf.Tensor, type(tf), type)
+        ):
             continue
         seen.add(id(item))
         if isinstance(item, tf.Variable):
@@ -47,7 +67,12 @@ def reachable(root):
             todo.extend(item.values())
         elif isinstance(item, (list, tuple, set, frozenset)):
             todo.extend(item)
-        elif type(item).__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow_addons", __name__):
+        elif type(item).__module__.split(".")[0] in (
+            "keras",
+            "tf_keras",
+            "tensorflow_addons",
+            __name__,
+        ):
             todo.extend(vars(item).values() if hasattr(item, "__dict__") else ())
     return found
 
@@ -58,14 +83,17 @@ def snapshot(variables):
 
 def close(ours, theirs, **tolerance):
     for mine, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(mine.numpy(), other.numpy(), **(tolerance or {"rtol": 2e-5, "atol": 2e-6}))
+        np.testing.assert_allclose(
+            mine.numpy(), other.numpy(), **(tolerance or {"rtol": 2e-5, "atol": 2e-6})
+        )
 
 
 OF_TF_KERAS = [n for n in TF_KERAS if n not in ("tf_keras Adam, EMA", "legacy Adam")]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.variant if name in OF_TF_KERAS else ()) for name in ALL]
+    "name",
+    [pytest.param(name, marks=pytest.mark.variant if name in OF_TF_KERAS else ()) for name in ALL],
 )
 def test_an_update_equals_the_optimizers_own_and_a_skip_leaves_every_bit(name):
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
@@ -78,7 +106,9 @@ def test_an_update_equals_the_optimizers_own_and_a_skip_leaves_every_bit(name):
     assert all(v.dtype != tf.int32 for v in held), "an int32 variable lives on the host"
 
     step = jitted(optimizer, ours)
-    everything = list({id(v): v for v in [*raw(ours), *held, *reachable(optimizer.optimizer)]}.values())
+    everything = list(
+        {id(v): v for v in [*raw(ours), *held, *reachable(optimizer.optimizer)]}.values()
+    )
     nan = [tf.fill(v.shape, np.nan) for v in ours]
     for gradients in make_gradients(ours):
         before = snapshot(everything)
@@ -86,7 +116,9 @@ def test_an_update_equals_the_optimizers_own_and_a_skip_leaves_every_bit(name):
         assert snapshot(everything) == before
         step(gradients, tf.constant(True))
         own_apply(reference, gradients, theirs)
-        changed = {id(v) for v, b in zip(everything, before, strict=True) if v.numpy().tobytes() != b}
+        changed = {
+            id(v) for v, b in zip(everything, before, strict=True) if v.numpy().tobytes() != b
+        }
         assert changed <= {id(v) for v in [*raw(ours), *held]}
     assert int(optimizer.iterations) == STEPS
     close(raw(ours), raw(theirs))
@@ -101,7 +133,9 @@ def test_an_update_equals_the_optimizers_own_and_a_skip_leaves_every_bit(name):
 
 
 def test_the_skip_test_sees_a_variable_left_out():
-    """A wrapper's own `variables()` lacks the inner optimizer's slots: a select over it undoes no step."""
+    """A wrapper's own `variables()` lacks the inner optimizer's slots: a select over it undoes no
+    step.
+    """
     variables = make_model().trainable_variables
     optimizer = optimizers.get(TFA["Lookahead"]())
     optimizer.build(variables)
@@ -113,7 +147,17 @@ def test_the_skip_test_sees_a_variable_left_out():
 
 
 @pytest.mark.parametrize(
-    "name", ["AdamW", "Adam, EMA", "tf_keras Adam, EMA", "legacy Nadam", "LAMB", "Lookahead", "MovingAverage", "SWA"]
+    "name",
+    [
+        "AdamW",
+        "Adam, EMA",
+        "tf_keras Adam, EMA",
+        "legacy Nadam",
+        "LAMB",
+        "Lookahead",
+        "MovingAverage",
+        "SWA",
+    ],
 )
 def test_several_updates_in_one_loop(name):
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
@@ -135,7 +179,9 @@ def test_several_updates_in_one_loop(name):
     close(raw(ours), raw(theirs))
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Multi", "tf_keras SGD", "legacy Adam", "LAMB", "MovingAverage"])
+@pytest.mark.parametrize(
+    "name", ["SGD", "AdamW", "Multi", "tf_keras SGD", "legacy Adam", "LAMB", "MovingAverage"]
+)
 def test_a_variable_without_a_gradient_is_left_alone(name, recwarn):
     variables = make_model().trainable_variables
     optimizer = optimizers.get(ALL[name]())
@@ -159,13 +205,16 @@ def test_no_gradient_at_all():
 
 @pytest.mark.parametrize("name", [n for n in KERAS if n != "Multi"] + ["tf_keras RMSprop", "LAMB"])
 def test_plain_variables(name):
-    """The functional core gives tf.Variables, here with the slashes and the `embedding` of real programs' names."""
+    """The functional core gives tf.Variables, here with the slashes and the `embedding` of real
+    programs' names.
+    """
     model = make_model().trainable_variables
     names = ["block/a/kernel", "block/a/bias", "embedding_b/kernel", "b/bias"]
     ours = [tf.Variable(v.value, name=n) for v, n in zip(model, names, strict=True)]
     reference, optimizer = ALL[name](), optimizers.get(ALL[name]())
     if name == "Muon":
-        # It treats embeddings by AdamW, by their name: the second kernel, which the model calls otherwise.
+        # It treats embeddings by AdamW, by their name: the second kernel, which the model calls
+        # otherwise.
         reference.exclude_layers = ["b/kernel"]
     optimizer.build(ours)
     for gradients in make_gradients(ours):
@@ -216,7 +265,10 @@ def test_other_variable_dtypes(name, dtype):
     precision = {"float16": 2**-10, "bfloat16": 2**-7, "float64": 2**-23}[dtype]
     for mine, other in zip(variables, copies, strict=True):
         np.testing.assert_allclose(
-            mine.numpy().astype("float64"), other.numpy().astype("float64"), rtol=8 * precision, atol=precision
+            mine.numpy().astype("float64"),
+            other.numpy().astype("float64"),
+            rtol=8 * precision,
+            atol=precision,
         )
 
 
@@ -236,19 +288,26 @@ def test_a_keras_schedule_drives_an_addons_optimizer():
 
 
 def test_an_integer_hyperparameter_is_no_int32_variable():
-    for optimizer in (fa.addons.optimizers.SGDW(1, 1), tf_keras().legacy.SGD(1), fa.addons.optimizers.COCOB(alpha=100)):
+    for optimizer in (
+        fa.addons.optimizers.SGDW(1, 1),
+        tf_keras().legacy.SGD(1),
+        fa.addons.optimizers.COCOB(alpha=100),
+    ):
         adapter = optimizers.get(optimizer)
         adapter.build([tf.Variable(1.0)])
         assert tf.int32 not in {v.dtype for v in reachable(optimizer)}
 
 
 def test_a_wrapper_in_a_wrapper_counts_every_update():
-    """tensorflow-addons links the counters for one level only; Adam would stay in its first step for ever."""
+    """tensorflow-addons links the counters for one level only; Adam would stay in its first step
+    for ever.
+    """
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
     adam = keras.optimizers.Adam(0.1)
     optimizer = optimizers.get(
         fa.addons.optimizers.MovingAverage(
-            fa.addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=100), average_decay=0.5
+            fa.addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=100),
+            average_decay=0.5,
         )
     )
     optimizer.build(ours)
@@ -296,7 +355,9 @@ def test_names():
     assert isinstance(optimizers.get("lamb").optimizer, keras.optimizers.Lamb)
     adapter = optimizers.get("sgd")
     assert optimizers.get(adapter) is adapter
-    with pytest.raises(ValueError, match=r"'adamm' is not a name of keras.optimizers\. Did you mean 'adam'"):
+    with pytest.raises(
+        ValueError, match=r"'adamm' is not a name of keras.optimizers\. Did you mean 'adam'"
+    ):
         optimizers.get("adamm")
     with pytest.raises(ValueError, match=r"'zzz' is not a name of keras.optimizers\. Pass others"):
         optimizers.get("zzz")
@@ -309,7 +370,8 @@ def test_a_name_for_a_tf_keras_model_is_tf_keras_s(tmp_path):
     trainer = fa.Trainer(model, "adam", "mse", jit_compile=False)
     assert type(trainer.optimizer) is k.optimizers.Adam
     x = np.ones([2, *model.input_shape[1:]])
-    rate = k.callbacks.LearningRateScheduler(lambda epoch: 0.5)  # by an attribute that Keras 3 lacks
+    # by an attribute that Keras 3 lacks
+    rate = k.callbacks.LearningRateScheduler(lambda epoch: 0.5)
     trainer.fit(x, model(x), verbose=0, callbacks=[rate])
     model.save(tmp_path / "model.keras")
     loaded = k.models.load_model(tmp_path / "model.keras").optimizer
@@ -344,7 +406,9 @@ def test_optimizers_that_accumulate_or_scale_by_themselves():
         scaled(tf_keras.optimizers.SGD(0.1)),
         scaled(tf_keras.optimizers.legacy.SGD(0.1)),
     ):
-        with pytest.raises(ValueError, match=r"LossScaleOptimizer\w* scales the loss.*pass the optimizer inside"):
+        with pytest.raises(
+            ValueError, match=r"LossScaleOptimizer\w* scales the loss.*pass the optimizer inside"
+        ):
             optimizers.get(optimizer)
 
 
@@ -355,7 +419,9 @@ def test_optimizers_in_a_multi_optimizer_that_accumulate_by_themselves():
     accumulating = keras.optimizers.OptimizerMap(sgd(0.1), {".*bias": inner})
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
         optimizers.get(keras.optimizers.MultiOptimizer(accumulating))
-    late = optimizers.get(keras.optimizers.MultiOptimizer(lambda v: sgd(0.1, gradient_accumulation_steps=4)))
+    late = optimizers.get(
+        keras.optimizers.MultiOptimizer(lambda v: sgd(0.1, gradient_accumulation_steps=4))
+    )
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
         late.build(make_model().trainable_variables)
 
@@ -368,7 +434,9 @@ def test_float8_variables_are_refused():
 
 
 def test_the_xla_updates_of_tf_keras_on_a_gpu_compile_inside_the_step():
-    """On a machine with a GPU tf_keras compiles every variable's update by itself, within our program too."""
+    """On a machine with a GPU tf_keras compiles every variable's update by itself, within our
+    program too.
+    """
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
     optimizer, reference = optimizers.get(tf_keras().Adam(0.1)), tf_keras().Adam(0.1)
     optimizer.optimizer.jit_compile = True
@@ -383,7 +451,9 @@ def test_the_xla_updates_of_tf_keras_on_a_gpu_compile_inside_the_step():
 def make_tf_keras_model():
     import tf_keras as k
 
-    model = k.Sequential([k.Input((3,)), k.layers.Dense(5), k.layers.ReLU(), k.layers.Dense(2), k.layers.Dense(1)])
+    model = k.Sequential(
+        [k.Input((3,)), k.layers.Dense(5), k.layers.ReLU(), k.layers.Dense(2), k.layers.Dense(1)]
+    )
     rng = np.random.default_rng(0)
     for v in model.weights:
         v.assign(rng.normal(size=v.shape))
@@ -398,7 +468,9 @@ def test_the_multi_optimizer_of_tensorflow_addons_is_refused():
     pairs = [(legacy.SGD(0.1), first), (legacy.SGD(0.2), [second, last])]
     theirs = fa.addons.optimizers.MultiOptimizer(pairs)
     for optimizer in (theirs, fa.addons.optimizers.Lookahead(theirs)):
-        with pytest.raises(ValueError, match=r"MultiOptimizer has .* use keras\.optimizers\.MultiOptimizer, or one"):
+        with pytest.raises(
+            ValueError, match=r"MultiOptimizer has .* use keras\.optimizers\.MultiOptimizer, or one"
+        ):
             fa.Trainer(reference, optimizer, "mse")
     if SINCE["Multi"] > VERSION:
         return
@@ -406,8 +478,12 @@ def test_the_multi_optimizer_of_tensorflow_addons_is_refused():
     reference.compile(theirs, "mse", run_eagerly=True)
     reference.fit(x, x[:, :1], batch_size=12, epochs=3, shuffle=False, verbose=0)
     sgd = keras.optimizers.SGD
-    named = keras.optimizers.OptimizerMap(sgd(0.2), {fused.layers[0].name + "_(kernel|bias)": sgd(0.1)})
-    trainer = fa.Trainer(fused, keras.optimizers.MultiOptimizer(named), "mse", gradient_accumulation_steps=3)
+    named = keras.optimizers.OptimizerMap(
+        sgd(0.2), {fused.layers[0].name + "_(kernel|bias)": sgd(0.1)}
+    )
+    trainer = fa.Trainer(
+        fused, keras.optimizers.MultiOptimizer(named), "mse", gradient_accumulation_steps=3
+    )
     trainer.fit(x, x[:, :1], batch_size=4, epochs=3, shuffle=False, verbose=0)
     close(fused.weights, reference.weights)
 
@@ -420,7 +496,8 @@ def test_trainable_switched_after_building():
     optimizer.build(model.trainable_variables)
     model.layers[0].trainable = True
     with pytest.raises(
-        ValueError, match=r"without '.*kernel.*: make a new one; or, if the `trainable` .* switch it back"
+        ValueError,
+        match=r"without '.*kernel.*: make a new one; or, if the `trainable` .* switch it back",
     ):
         optimizer.build(model.trainable_variables)
     model.layers[0].trainable = False
@@ -430,7 +507,10 @@ def test_trainable_switched_after_building():
 def test_slots_have_the_names_that_the_optimizer_gives_them():
     """Those of `apply_gradients`, by which files of weights know them."""
     names = []
-    for build in (lambda o, v: optimizers.get(o).build([v]), lambda o, v: o.apply_gradients([(tf.ones(2), v)])):
+    for build in (
+        lambda o, v: optimizers.get(o).build([v]),
+        lambda o, v: o.apply_gradients([(tf.ones(2), v)]),
+    ):
         optimizer = fa.addons.optimizers.Lookahead(fa.addons.optimizers.LazyAdam(0.1))
         build(optimizer, tf.Variable([1.0, 2.0], name="w"))
         names.append([v.name for v in optimizer.weights])
@@ -476,8 +556,11 @@ def test_schedule_free_adamw_equals_its_formula():
         error = 2.0 * (x @ weights[0] + weights[1] - y) / y.size
         for i, gradient in enumerate((x.T @ error, error.sum(0))):
             v[i] += (1.0 - beta_2) * (gradient**2 - v[i])
-            z[i] = z[i] - rate * gradient / (np.sqrt(v[i] / (1.0 - beta_2**step)) + optimizer.epsilon)
-            mean = (weights[i] - (1.0 - beta_1) * z[i]) / beta_1  # with TensorFlow of the z that has moved
+            z[i] = z[i] - rate * gradient / (
+                np.sqrt(v[i] / (1.0 - beta_2**step)) + optimizer.epsilon
+            )
+            # with TensorFlow of the z that has moved
+            mean = (weights[i] - (1.0 - beta_1) * z[i]) / beta_1
             mean += (z[i] - mean) / step
             weights[i] = z[i] + beta_1 * (mean - z[i])
     for ours, expected in zip(model.get_weights(), weights, strict=True):

@@ -1,4 +1,6 @@
-"""What a model computes itself: `compute_loss`, `compute_metrics`, added losses, metrics, and a step of its own."""
+"""What a model computes itself: `compute_loss`, `compute_metrics`, added losses, metrics, and a
+step of its own.
+"""
 
 import os
 
@@ -51,7 +53,9 @@ def weights(model):
 
 
 def both(family, make, y=Y, sample_weight=None, loss=None, metrics=None, **options):
-    """The largest difference from Keras's own full-batch step, relative to its update; and both logs."""
+    """The largest difference from Keras's own full-batch step, relative to its update; and both
+    logs.
+    """
     theirs, ours = make(), make()
     start = weights(theirs)
     theirs.compile(family.optimizers.SGD(0.5), loss=loss, metrics=metrics, run_eagerly=True)
@@ -80,7 +84,12 @@ def plus_kl(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
 @pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.variant), True])
 def test_a_compute_loss_that_adds_to_the_compiled_one(family, jit_compile):
     error, history, logs = both(
-        family, lambda: tagger(family, compute_loss=plus_kl), Y, WEIGHT, "mse", jit_compile=jit_compile
+        family,
+        lambda: tagger(family, compute_loss=plus_kl),
+        Y,
+        WEIGHT,
+        "mse",
+        jit_compile=jit_compile,
     )
     assert error < 3e-6
     if family is keras:  # tf_keras logs the compiled loss alone
@@ -108,7 +117,10 @@ def test_a_compute_loss_of_its_own_without_a_loss(family):
     assert error < 3e-6
     model = tagger(family, compute_loss=compute_loss)
     x, y = map(tf.constant, (X, Y))
-    losses = [float(model.compute_loss(x[p], y[p], model(x[p]))) for p in (slice(0, 4), slice(4, 8), slice(8, 11))]
+    losses = [
+        float(model.compute_loss(x[p], y[p], model(x[p])))
+        for p in (slice(0, 4), slice(4, 8), slice(8, 11))
+    ]
     # A mean over micro-batches, as the model wrote it; "loss" is by rows.
     assert logs["seen"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert logs["loss"] == pytest.approx(np.average(losses, weights=[4, 4, 3]), rel=1e-5)
@@ -134,12 +146,16 @@ def test_sums_whose_regularisers_would_count_for_each_micro_batch(family):
 
     options = {"optimizer": "sgd", "jit_compile": False, "own_loss_reduction": "sum"}
     if family is tf_keras:
-        with pytest.raises(ValueError, match=r"the compute_loss of a tf_keras model has its weight"):
+        with pytest.raises(
+            ValueError, match=r"the compute_loss of a tf_keras model has its weight"
+        ):
             fa.Trainer(tagger(family, compute_loss=compute_loss), **options).fit(X, Y, verbose=0)
     else:
         model = tagger(family, compute_loss=compute_loss)
         model.out.activity_regularizer = keras.regularizers.L2(0.1)
-        with pytest.raises(ValueError, match=r"the activity regularisers of .* are means over rows"):
+        with pytest.raises(
+            ValueError, match=r"the activity regularisers of .* are means over rows"
+        ):
             fa.Trainer(model, **options).fit(X, Y, verbose=0)
 
 
@@ -165,11 +181,15 @@ def test_added_losses_that_are_sums():
         return self.out(hidden)
 
     for loss in (None, "mse"):
-        error, history, logs = both(keras, lambda: tagger(keras, call=call), loss=loss, own_loss_reduction="sum")
+        error, history, logs = both(
+            keras, lambda: tagger(keras, call=call), loss=loss, own_loss_reduction="sum"
+        )
         assert error < 3e-6 and logs["loss"] == pytest.approx(history["loss"], rel=1e-6)
     model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, activity_regularizer="l2")])
     with pytest.raises(ValueError, match="own_loss_reduction='sum', but the activity regularisers"):
-        fa.Trainer(model, "sgd", "mse", own_loss_reduction="sum").fit(X[:, 0], Y[:, 0, :1], verbose=0)
+        fa.Trainer(model, "sgd", "mse", own_loss_reduction="sum").fit(
+            X[:, 0], Y[:, 0, :1], verbose=0
+        )
 
 
 def test_losses_per_row_within_a_compute_loss_are_summed():
@@ -193,7 +213,8 @@ def test_added_losses_alone(family, y):
     error, history, logs = both(family, lambda: tagger(family, call=call), y)
     assert error < 3e-6
     assert logs["loss"] == pytest.approx(history["loss"], rel=1e-6)
-    assert 3 * logs["seen"] == pytest.approx(history["seen"], rel=1e-5)  # its mean over three micro-batches
+    # its mean over three micro-batches
+    assert 3 * logs["seen"] == pytest.approx(history["seen"], rel=1e-5)
 
 
 def test_a_stack_without_targets():
@@ -245,7 +266,9 @@ def test_what_a_model_was_compiled_with(family):
         return model
 
     model = make()
-    trainer = fa.Trainer(model, family.optimizers.SGD(0.5), gradient_accumulation_steps=3, jit_compile=False)
+    trainer = fa.Trainer(
+        model, family.optimizers.SGD(0.5), gradient_accumulation_steps=3, jit_compile=False
+    )
     logs = trainer.fit(X, Y, batch_size=4, shuffle=False, verbose=0).history
     error, _, expected = both(family, lambda: tagger(family), loss="mse", metrics=["mae"])
     assert error < 3e-6
@@ -267,28 +290,45 @@ def test_results_of_all_metrics_by_name():
         self.seen.update_state(tf.reduce_mean(tf.abs(y - y_pred), [1, 2]))
         return {metric.name: metric.result() for metric in self.metrics}
 
-    _, history, logs = both(keras, lambda: tagger(keras, compute_metrics=compute_metrics), loss="mse")
+    _, history, logs = both(
+        keras, lambda: tagger(keras, compute_metrics=compute_metrics), loss="mse"
+    )
     assert logs["seen"] == pytest.approx(history["seen"], rel=1e-5)
-    model = tagger(keras, compute_metrics=lambda self, x, y, y_pred, w=None: {"v": tf.reduce_mean(y_pred, [0, 1])})
+    model = tagger(
+        keras,
+        compute_metrics=lambda self, x, y, y_pred, w=None: {"v": tf.reduce_mean(y_pred, [0, 1])},
+    )
     with pytest.raises(ValueError, match=r"compute_metrics returned 'v' of shape \(3,\).*scalar"):
         fa.Trainer(model, "sgd", "mse", jit_compile=False).fit(X, Y, verbose=0)
 
 
 def test_no_loss_at_all(family):
-    with pytest.raises(ValueError, match=r"loss=None, and Tagger has no loss of its own.*Pass a Keras loss"):
+    with pytest.raises(
+        ValueError, match=r"loss=None, and Tagger has no loss of its own.*Pass a Keras loss"
+    ):
         fa.Trainer(tagger(family), "sgd").fit(X, Y, verbose=0)
 
 
 def returning(value):
-    return lambda self, x=None, y=None, y_pred=None, sample_weight=None, training=True: value(self, y, y_pred)
+    return lambda self, x=None, y=None, y_pred=None, sample_weight=None, training=True: value(
+        self, y, y_pred
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda self, y, y_pred: tf.reduce_mean(y_pred, 1), r"returned .*shape=\(4, 3\).*floating-point scalar"),
+        (
+            lambda self, y, y_pred: tf.reduce_mean(y_pred, 1),
+            r"returned .*shape=\(4, 3\).*floating-point scalar",
+        ),
         (lambda self, y, y_pred: None, "returned None"),
-        (lambda self, y, y_pred: plus_kl(self, None, y, y_pred) + plus_kl(self, None, y, -y_pred), "more than once"),
+        (
+            lambda self, y, y_pred: (
+                plus_kl(self, None, y, y_pred) + plus_kl(self, None, y, -y_pred)
+            ),
+            "more than once",
+        ),
     ],
 )
 def test_what_compute_loss_may_not_do(value, message):
@@ -301,7 +341,9 @@ def test_what_compute_loss_may_not_do(value, message):
 
 def test_logits_that_are_never_computed_are_not_handed_over():
     model = tagger(keras, compute_loss=plus_kl)
-    with pytest.raises(ValueError, match=r"compute_loss or compute_metrics of its own.*LinearCrossEntropy"):
+    with pytest.raises(
+        ValueError, match=r"compute_loss or compute_metrics of its own.*LinearCrossEntropy"
+    ):
         fa.Trainer(model, "sgd", fa.LinearCrossEntropy(model.out.name), jit_compile=False).fit(
             X, np.zeros((ROWS, TIME)), verbose=0
         )
@@ -320,16 +362,23 @@ def test_a_loss_that_compares_rows_warns():
 
 def share_of_positives(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
     positive = tf.cast(y[..., 0] > 0, tf.float32)
-    return keras.Model.compute_loss(self, x, y, y_pred, positive / tf.reduce_sum(positive), **options)
+    return keras.Model.compute_loss(
+        self, x, y, y_pred, positive / tf.reduce_sum(positive), **options
+    )
 
 
 def test_weights_that_normalize_a_sum_over_the_batch_are_refused():
-    """As a detector's, by its positives: the sum over micro-batches is as many times the batch's."""
+    """As a detector's, by its positives: the sum over micro-batches is as many times the
+    batch's.
+    """
     model = tagger(keras, compute_loss=share_of_positives)
     before = weights(model)
     trainer = fa.Trainer(model, "sgd", keras.losses.MeanSquaredError("sum"), jit_compile=False)
     for _ in range(2):  # a step that was refused is built, and refused, again
-        with pytest.raises(ValueError, match=r"Tagger.compute_loss weights its compiled loss by .*reduction is 'sum'"):
+        with pytest.raises(
+            ValueError,
+            match=r"Tagger.compute_loss weights its compiled loss by .*reduction is 'sum'",
+        ):
             trainer.fit(X, Y, batch_size=4, verbose=0)
     np.testing.assert_array_equal(before[0], weights(model)[0])
     with pytest.warns(UserWarning, match="Tagger computes itself may be no sum or mean"):
@@ -342,13 +391,17 @@ def test_targets_that_compute_loss_makes_for_the_compiled_loss_are_refused():
         return keras.Model.compute_loss(self, x, x[..., :3], y_pred, sample_weight, **options)
 
     trainer = fa.Trainer(tagger(keras, compute_loss=from_inputs), "sgd", "mse", jit_compile=False)
-    with pytest.raises(ValueError, match=r"There is no y, so compute_loss makes the targets.*fastaccum.TrainStep"):
+    with pytest.raises(
+        ValueError, match=r"There is no y, so compute_loss makes the targets.*fastaccum.TrainStep"
+    ):
         trainer.fit(X, batch_size=4, verbose=0)
 
 
 def test_weights_of_single_rows_are_taken_into_a_sum():
     def weighted(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
-        return keras.Model.compute_loss(self, x, y, y_pred, tf.cast(y[..., 0] > 0, tf.float32), **options)
+        return keras.Model.compute_loss(
+            self, x, y, y_pred, tf.cast(y[..., 0] > 0, tf.float32), **options
+        )
 
     loss = keras.losses.MeanSquaredError("sum")
     assert both(keras, lambda: tagger(keras, compute_loss=weighted), loss=loss)[0] < 3e-6
@@ -356,7 +409,9 @@ def test_weights_of_single_rows_are_taken_into_a_sum():
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_counting_denominators_moves_no_state(family, stateful):
-    """Several losses need the full batch's denominators first: the pass that counts them is none of the model's."""
+    """Several losses need the full batch's denominators first: the pass that counts them is none of
+    the model's.
+    """
     family.utils.set_random_seed(1)
     x = family.Input(batch_shape=(4, TIME, 5))
     hidden = family.layers.LSTM(3, return_sequences=True, stateful=stateful)(x)

@@ -1,4 +1,6 @@
-"""Methods that a model overrides: each is called as Keras calls it, or refused by name with what to do."""
+"""Methods that a model overrides: each is called as Keras calls it, or refused by name with what to
+do.
+"""
 
 import re
 
@@ -11,13 +13,22 @@ import tf_keras
 import fastaccum as fa
 
 RNG = np.random.default_rng(0)
-X = RNG.normal(size=(22, 5)).astype("float32")  # two updates of three micro-batches of four rows, the last of two
+# two updates of three micro-batches of four rows, the last of two
+X = RNG.normal(size=(22, 5)).astype("float32")
 Y = RNG.normal(size=(22, 3)).astype("float32")
 
-# Of Keras's trainer: what `fit` and `evaluate` call and a Trainer calls, what `predict` calls, and what is refused.
+# Of Keras's trainer: what `fit` and `evaluate` call and a Trainer calls, what `predict` calls, and
+# what is refused.
 CALLED = {"compute_loss", "compute_metrics", "get_metrics_result", "metrics", "reset_metrics"}
 CALLED_IN_PREDICT = {"predict", "predict_step", "make_predict_function"}
-REFUSED = {"fit", "evaluate", "train_step", "test_step", "make_train_function", "make_test_function"}
+REFUSED = {
+    "fit",
+    "evaluate",
+    "train_step",
+    "test_step",
+    "make_train_function",
+    "make_test_function",
+}
 REASONS = {
     "compile": "the user calls it",
     "compile_from_config": "for loading",
@@ -43,7 +54,9 @@ def members():
 
 
 def make(family=keras, base=None, prepare=lambda self: None, **methods):
-    """Makes a model of a class that has these methods, and always the same weights; `prepare(self)` adds to it."""
+    """Makes a model of a class that has these methods, and always the same weights; `prepare(self)`
+    adds to it.
+    """
     base = base or family.Model
 
     def init(self):
@@ -62,7 +75,9 @@ def make(family=keras, base=None, prepare=lambda self: None, **methods):
 
 
 def keras_fit(model, x=X, y=Y, loss="mse", family=keras, **options):
-    """Trains two epochs as Keras does, with the rows of an update in one batch; returns the logs."""
+    """Trains two epochs as Keras does, with the rows of an update in one batch; returns the
+    logs.
+    """
     compiled = {name: options.pop(name) for name in ("metrics", "run_eagerly") if name in options}
     model.compile(family.optimizers.SGD(0.5), loss, **compiled)
     fitted = {"batch_size": 12, "epochs": 2, "shuffle": False, "verbose": 0}
@@ -71,7 +86,12 @@ def keras_fit(model, x=X, y=Y, loss="mse", family=keras, **options):
 
 def our_fit(model, x=X, y=Y, loss="mse", metrics=(), family=keras, **options):
     trainer = fa.Trainer(
-        model, family.optimizers.SGD(0.5), loss, metrics, gradient_accumulation_steps=3, jit_compile=False
+        model,
+        family.optimizers.SGD(0.5),
+        loss,
+        metrics,
+        gradient_accumulation_steps=3,
+        jit_compile=False,
     )
     fitted = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}
     return trainer.fit(x, y, **(fitted | options)).history
@@ -99,7 +119,9 @@ def test_every_member_of_kerass_trainer_is_called_or_refused_or_has_a_reason():
     assert members() <= CALLED | CALLED_IN_PREDICT | REFUSED | REASONS.keys() | private
     for name in sorted(REFUSED | private):
         before = make(**{name: recording(name, [])})
-        with pytest.raises(ValueError, match=f"Own overrides {name}, which Trainer.* would never call"):
+        with pytest.raises(
+            ValueError, match=f"Own overrides {name}, which Trainer.* would never call"
+        ):
             fa.Trainer(before, "sgd", "mse")
     for name in REASONS.keys() - {"run_eagerly"}:
         fa.Trainer(make(**{name: recording(name, [])}), "sgd", "mse")
@@ -109,7 +131,9 @@ def test_every_member_of_kerass_trainer_is_called_or_refused_or_has_a_reason():
 def test_what_is_called(name):
     """As often as by Keras where that does not hang on what is traced."""
     theirs, ours = [], []
-    expected = keras_fit(make(**{name: recording(name, theirs)}), validation_data=(X, Y), metrics=["mae"])
+    expected = keras_fit(
+        make(**{name: recording(name, theirs)}), validation_data=(X, Y), metrics=["mae"]
+    )
     logs = our_fit(make(**{name: recording(name, ours)}), validation_data=(X, Y), metrics=["mae"])
     assert name in theirs and name in ours
     if name == "reset_metrics":
@@ -138,7 +162,9 @@ def test_attributes_of_the_object_are_overrides_too():
 
 def test_what_tf_keras_calls():
     for name in sorted(REFUSED | {"get_metrics_result"}):
-        with pytest.raises(ValueError, match=rf"Own overrides {name}, .*Own\.{name} = tf_keras\.Model\.{name}"):
+        with pytest.raises(
+            ValueError, match=rf"Own overrides {name}, .*Own\.{name} = tf_keras\.Model\.{name}"
+        ):
             fa.Trainer(make(tf_keras, **{name: recording(name, [], tf_keras.Model)}), "sgd", "mse")
     calls = []
     model = make(tf_keras, reset_metrics=recording("reset_metrics", calls, tf_keras.Model))
@@ -151,7 +177,10 @@ def test_metrics_that_a_model_lists(family):
     """Of two that it updates, one: the other is neither logged nor reset."""
 
     def prepare(self):
-        self.largest, self.count = family.metrics.Mean(name="largest"), family.metrics.Sum(name="count")
+        self.largest, self.count = (
+            family.metrics.Mean(name="largest"),
+            family.metrics.Sum(name="count"),
+        )
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
         self.largest.update_state(tf.reduce_max(tf.abs(y_pred), 1))
@@ -212,7 +241,10 @@ def test_get_metrics_result_of_several_outputs_has_the_loss_of_each():
 
 def test_compute_metrics_beside_get_metrics_result():
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
-        return {**keras.Model.compute_metrics(self, x, y, y_pred, sample_weight), "constant": tf.constant(2.0)}
+        return {
+            **keras.Model.compute_metrics(self, x, y, y_pred, sample_weight),
+            "constant": tf.constant(2.0),
+        }
 
     methods = {"get_metrics_result": perplexing, "compute_metrics": compute_metrics}
     expected = keras_fit(make(**methods), metrics=["mae"], epochs=1)
@@ -226,7 +258,10 @@ def test_a_plain_number_among_the_metrics_is_told_of():
     """Its remedy gives Keras's mean over the epoch."""
 
     def plain(self, x, y, y_pred, sample_weight=None):
-        return {**keras.Model.compute_metrics(self, x, y, y_pred, sample_weight), "mean": tf.reduce_mean(y_pred)}
+        return {
+            **keras.Model.compute_metrics(self, x, y, y_pred, sample_weight),
+            "mean": tf.reduce_mean(y_pred),
+        }
 
     def kept(self, x, y, y_pred, sample_weight=None):
         self.mean.update_state(y_pred)
@@ -236,7 +271,8 @@ def test_a_plain_number_among_the_metrics_is_told_of():
         self.mean = keras.metrics.Mean(name="mean")
 
     with pytest.warns(
-        UserWarning, match=r"compute_metrics of .* returned \['mean'\] as plain numbers.*keras.metrics.Mean"
+        UserWarning,
+        match=r"compute_metrics of .* returned \['mean'\] as plain numbers.*keras.metrics.Mean",
     ):
         our_fit(make(compute_metrics=plain), epochs=1)
     expected = keras_fit(make(prepare=prepare, compute_metrics=kept), epochs=1)
@@ -285,11 +321,15 @@ def undo(message, model):
 
 
 class Precise(keras.Model):
-    """A last layer that sums the products of its inputs, as a Gaussian process's covariance, from zero each epoch."""
+    """A last layer that sums the products of its inputs, as a Gaussian process's covariance, from
+    zero each epoch.
+    """
 
     def __init__(self):
         super().__init__()
-        self.precision = self.add_weight(shape=(5, 5), initializer="zeros", trainable=False, name="precision")
+        self.precision = self.add_weight(
+            shape=(5, 5), initializer="zeros", trainable=False, name="precision"
+        )
 
     def reset_covariance_matrix(self):
         self.precision.assign(tf.zeros([5, 5]))
@@ -364,7 +404,12 @@ def test_data_that_a_train_step_changes_are_a_datasets_map():
     message = refusal(ours)
     assert "dataset.map" in message
     undo(message, ours)
-    our_fit(ours, tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).map(prepared), None, batch_size=None)
+    our_fit(
+        ours,
+        tf.data.Dataset.from_tensor_slices((X, Y)).batch(4).map(prepared),
+        None,
+        batch_size=None,
+    )
     require_same_weights(theirs, ours)
 
 
@@ -372,9 +417,13 @@ def test_the_model_inside_a_wrapper_is_passed():
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = keras.ops.mean(keras.losses.mean_squared_error(y, self.network(x, training=True)))
+            loss = keras.ops.mean(
+                keras.losses.mean_squared_error(y, self.network(x, training=True))
+            )
         gradients = tape.gradient(loss, self.network.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.network.trainable_variables, strict=True))
+        self.optimizer.apply_gradients(
+            zip(gradients, self.network.trainable_variables, strict=True)
+        )
         return {"loss": loss}
 
     def prepare(self):
@@ -421,7 +470,9 @@ def test_updates_of_its_own_are_a_train_steps():
         x, y = data
         with tf.GradientTape() as tape:
             loss = keras.ops.mean(keras.ops.square(y - self(x, training=True)))
-        self.optimizer.apply_gradients([(tape.gradient(loss, self.dense.kernel), self.dense.kernel)])
+        self.optimizer.apply_gradients(
+            [(tape.gradient(loss, self.dense.kernel), self.dense.kernel)]
+        )
         return {"loss": loss}
 
     theirs, ours = make(train_step=train_step), make(train_step=train_step)
@@ -433,7 +484,9 @@ def test_updates_of_its_own_are_a_train_steps():
         losses = keras.ops.square(y - ours(x, training=True))
         return tf.reduce_sum(losses), tf.size(losses)
 
-    step = fa.TrainStep(loss_fn, [ours.dense.kernel.value], keras.optimizers.SGD(0.5), jit_compile=False)
+    step = fa.TrainStep(
+        loss_fn, [ours.dense.kernel.value], keras.optimizers.SGD(0.5), jit_compile=False
+    )
     step((tf.reshape(X[:12], [3, 4, 5]), tf.reshape(Y[:12], [3, 4, 3])))
     require_same_weights(theirs, ours)
 
@@ -448,7 +501,10 @@ def test_run_eagerly_is_named():
     theirs, ours = make(call=eager), make(call=traced)
     keras_fit(theirs, X[:4], Y[:4], batch_size=4, run_eagerly=True)
     ours.compile("sgd", "mse", run_eagerly=True)
-    with pytest.warns(UserWarning, match=r"run_eagerly=True.*tf\.numpy_function, with Trainer\(jit_compile=False\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"run_eagerly=True.*tf\.numpy_function, with Trainer\(jit_compile=False\)",
+    ):
         trainer = fa.Trainer(ours, keras.optimizers.SGD(0.5), "mse", jit_compile=False)
     trainer.fit(X[:4], Y[:4], batch_size=4, epochs=2, shuffle=False, verbose=0)
     require_same_weights(theirs, ours)
@@ -502,16 +558,22 @@ def test_a_loss_that_mixes_rows_is_not_warned_of_where_no_rows_are_split(recwarn
             our_fit(make(**methods), loss=loss, epochs=1)
 
 
-@pytest.mark.parametrize("class_weight", [{"a": {0: 1.0, 1: 3.0}, "b": {0: 2.0, 1: 1.0}}, {0: 1.0, 1: 3.0}])
+@pytest.mark.parametrize(
+    "class_weight", [{"a": {0: 1.0, 1: 3.0}, "b": {0: 2.0, 1: 1.0}}, {0: 1.0, 1: 3.0}]
+)
 def test_class_weights_of_several_outputs_are_sample_weights(class_weight):
     def build():
         keras.utils.set_random_seed(2)
         inputs = keras.Input((5,))
-        return keras.Model(inputs, {name: keras.layers.Dense(1, "sigmoid", name=name)(inputs) for name in "ab"})
+        return keras.Model(
+            inputs, {name: keras.layers.Dense(1, "sigmoid", name=name)(inputs) for name in "ab"}
+        )
 
     labels_a, labels_b = (X[:12, :1] > 0).astype(int), (X[:12, 1:2] > 0).astype(int)
     y = {"a": labels_a, "b": labels_b}
-    with pytest.raises((TypeError, ValueError), match=r"sample_weight=\{'a': weights_a\[labels_a\], 'b': weights_b"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"sample_weight=\{'a': weights_a\[labels_a\], 'b': weights_b"
+    ):
         our_fit(build(), X[:12], y, "binary_crossentropy", class_weight=class_weight)
     weights_a, weights_b = np.array([1.0, 3.0]), np.array([2.0, 1.0])
     sample_weight = {"a": weights_a[labels_a], "b": weights_b[labels_b]}
@@ -525,7 +587,9 @@ def test_class_weights_of_several_outputs_are_sample_weights(class_weight):
 
 
 def deriving(base, calls, *names):
-    """Makes a class derived from `base` that records the calls of these methods, and does what they do."""
+    """Makes a class derived from `base` that records the calls of these methods, and does what they
+    do.
+    """
 
     def make_recorder(name):
         def method(self, *args, **kwargs):
@@ -537,7 +601,15 @@ def deriving(base, calls, *names):
     return type("Derived", (base,), {name: make_recorder(name) for name in names})
 
 
-OF_OPTIMIZERS = ("build", "apply_gradients", "apply", "update_step", "assign", "assign_add", "assign_sub")
+OF_OPTIMIZERS = (
+    "build",
+    "apply_gradients",
+    "apply",
+    "update_step",
+    "assign",
+    "assign_add",
+    "assign_sub",
+)
 
 
 @pytest.mark.parametrize("name", [*OF_OPTIMIZERS, "finalize_variable_values", "scale_loss"])
@@ -555,7 +627,9 @@ def test_what_an_optimizer_overrides_is_called_or_refused(name):
         model.fit(X, Y, batch_size=12, epochs=2, shuffle=False, verbose=0)
 
     def by_fastaccum(model, optimizer):
-        trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False)
+        trainer = fa.Trainer(
+            model, optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False
+        )
         trainer.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
 
     expected = train(by_keras, theirs)
@@ -584,7 +658,9 @@ def test_an_assign_of_an_optimizers_own_reaches_its_slots():
         model.fit(X, Y, batch_size=12, epochs=1, shuffle=False, verbose=0)
 
     def by_fastaccum(model, optimizer):
-        trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False)
+        trainer = fa.Trainer(
+            model, optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False
+        )
         trainer.fit(X, Y, batch_size=4, epochs=1, shuffle=False, verbose=0)
 
     (theirs, of_theirs), (ours, of_ours) = train(by_keras), train(by_fastaccum)

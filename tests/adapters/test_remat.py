@@ -25,11 +25,17 @@ class Mlp(layers.Layer):
 
     def __init__(self, width=WIDTH):
         super().__init__()
-        self.norm, self.inner, self.drop = layers.LayerNormalization(), layers.Dense(2 * width, "gelu"), dropout()
+        self.norm, self.inner, self.drop = (
+            layers.LayerNormalization(),
+            layers.Dense(2 * width, "gelu"),
+            dropout(),
+        )
         self.outer, self.supports_masking = layers.Dense(width), True
 
     def build(self, shape):
-        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="float32")
+        self.calls = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, dtype="float32"
+        )
         self.norm.build(shape)
         self.inner.build(shape)
         self.outer.build((*shape[:-1], self.inner.units))
@@ -79,7 +85,9 @@ def attended(depth=2):
     x = dropout()(layers.Embedding(VOCABULARY, WIDTH, mask_zero=True, name="embedding")(ids))
     for k in range(depth):
         y = layers.LayerNormalization()(x)
-        x = layers.Add()([x, layers.MultiHeadAttention(2, 4, dropout=0.2, seed=k)(y, y, use_causal_mask=True)])
+        x = layers.Add()(
+            [x, layers.MultiHeadAttention(2, 4, dropout=0.2, seed=k)(y, y, use_causal_mask=True)]
+        )
         y = layers.Dense(WIDTH)(layers.Dense(2 * WIDTH, "gelu")(layers.LayerNormalization()(x)))
         x = layers.Add()([x, shared(y)])
     return keras.Model(ids, layers.Dense(VOCABULARY, name="head")(x))
@@ -90,7 +98,11 @@ def convolved():
     images = keras.Input((8, 8, 3))
     x = images
     for filters in (4, 8):
-        y = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)))
+        y = layers.ReLU()(
+            layers.BatchNormalization()(
+                layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+            )
+        )
         y = layers.BatchNormalization()(layers.Conv2D(filters, 3, padding="same")(y))
         x = layers.ReLU()(layers.Add()([y, layers.Conv2D(filters, 1)(x)]))
     body = keras.Model(images, x)
@@ -110,10 +122,16 @@ def tokens():
 
 
 def images():
-    return np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype("float32"), np.arange(8) % CLASSES
+    return np.random.default_rng(0).normal(size=(8, 8, 8, 3)).astype("float32"), np.arange(
+        8
+    ) % CLASSES
 
 
-MODELS = {"attended": (attended, tokens), "convolved": (convolved, images), "subclassed": (subclassed, tokens)}
+MODELS = {
+    "attended": (attended, tokens),
+    "convolved": (convolved, images),
+    "subclassed": (subclassed, tokens),
+}
 
 
 def made(make, dtype="float32"):
@@ -128,7 +146,9 @@ def made(make, dtype="float32"):
 
 
 def state(model):
-    generators = [generator for layer in model._flatten_layers() for generator in layer._seed_generators]
+    generators = [
+        generator for layer in model._flatten_layers() for generator in layer._seed_generators
+    ]
     return [v.numpy() for v in [*model.variables, *(generator.state for generator in generators)]]
 
 
@@ -137,7 +157,9 @@ def trained(model, data, **options):
     before, (x, y) = state(model), data()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     options = {"gradient_accumulation_steps": 2, "loss": loss} | options
-    history = fa.Trainer(model, keras.optimizers.SGD(0.1), **options).fit(x, y, batch_size=2, verbose=0)
+    history = fa.Trainer(model, keras.optimizers.SGD(0.1), **options).fit(
+        x, y, batch_size=2, verbose=0
+    )
     after = state(model)
     return after, [a - b for a, b in zip(after, before, strict=True)], history.history["loss"]
 
@@ -147,7 +169,9 @@ def require_equal(plain, recomputed, tolerance):
     np.testing.assert_allclose(same_losses, losses, rtol=tolerance)
     for expected, value, change in zip(after, same, moved, strict=True):
         if np.issubdtype(value.dtype, np.floating):
-            np.testing.assert_allclose(value, expected, atol=tolerance * max(np.abs(change).max(), 1e-3), rtol=0)
+            np.testing.assert_allclose(
+                value, expected, atol=tolerance * max(np.abs(change).max(), 1e-3), rtol=0
+            )
         else:
             np.testing.assert_array_equal(value, expected)  # of seeds
 
@@ -193,12 +217,17 @@ def test_a_trainer_that_has_a_program_traces_it_anew():
 )
 def test_a_policy_says_what_is_kept(names, dtype):
     def make():
-        own = [layers.Dense(64, "tanh", name=name) for name in ("first", "second", "third", "fourth")]
+        own = [
+            layers.Dense(64, "tanh", name=name) for name in ("first", "second", "third", "fourth")
+        ]
         others = [*(layers.Dense(64, "tanh") for _ in range(4)), layers.Dense(1)]
         return keras.Sequential([keras.Input((64,)), *own, *others])
 
     model = made(make, dtype)
-    trainer, x = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2), np.ones((2, 4, 64), "float32")
+    trainer, x = (
+        fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2),
+        np.ones((2, 4, 64), "float32"),
+    )
     assert blocks.find(model)[0].segments
 
     def products(policy):
@@ -207,8 +236,12 @@ def test_a_policy_says_what_is_kept(names, dtype):
 
     plain, again = products(None), products("nothing_saveable")
     assert again > plain
-    assert products(["projection"]) == products("auto") == plain, "what is kept is not computed again"
-    with pytest.raises(ValueError, match=r"no value of a layer has the name 'projections'.*'projection'"):
+    assert products(["projection"]) == products("auto") == plain, (
+        "what is kept is not computed again"
+    )
+    with pytest.raises(
+        ValueError, match=r"no value of a layer has the name 'projections'.*'projection'"
+    ):
         products(["projections"])
 
 
@@ -240,7 +273,9 @@ def of_attention(policy, rate=0.0, padded=False, dtype="float32"):
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     options = {"flash_attention": True, "jit_compile": True, "gradient_accumulation_steps": 2}
-    trainer = fa.Trainer(fa.remat(made(make, dtype), policy), keras.optimizers.SGD(0.1), loss, **options)
+    trainer = fa.Trainer(
+        fa.remat(made(make, dtype), policy), keras.optimizers.SGD(0.1), loss, **options
+    )
     x = np.reshape(np.arange(4 * LONG) % VOCABULARY, (2, 2, LONG))
     return trainer, (x * (np.arange(LONG) < LONG // 2) if padded else x, x)
 
@@ -269,7 +304,9 @@ def test_attention_that_is_kept_changes_no_bit(rate, padded, monkeypatch):
         return y, [1.5 * t for t in kept]
 
     monkeypatch.setattr(recompute._Block, "forward", spoiled)
-    assert not are_equal(stepped(["attention"], rate, padded), again), "the backward pass reads what is kept"
+    assert not are_equal(stepped(["attention"], rate, padded), again), (
+        "the backward pass reads what is kept"
+    )
 
 
 class Seen(layers.Layer):
@@ -305,7 +342,11 @@ def handed(flat):
     ids = keras.Input((LENGTH,), dtype="int32")
     x, seen = layers.Embedding(VOCABULARY, WIDTH)(ids), Seen()(ids)
     for _ in range(4):
-        x = x + layers.MultiHeadAttention(2, 4)(x, x, attention_mask=seen) if flat else Given()(x, seen=seen)
+        x = (
+            x + layers.MultiHeadAttention(2, 4)(x, x, attention_mask=seen)
+            if flat
+            else Given()(x, seen=seen)
+        )
     return keras.Model(ids, layers.Dense(VOCABULARY)(x))
 
 
@@ -319,7 +360,10 @@ def handed(flat):
 )
 def test_a_mask_made_outside_of_the_blocks_is_read(policy, flat, monkeypatch):
     def result(policy, flash_attention):
-        model, options = made(lambda: handed(flat)), {"flash_attention": flash_attention, "jit_compile": True}
+        model, options = (
+            made(lambda: handed(flat)),
+            {"flash_attention": flash_attention, "jit_compile": True},
+        )
         assert bool(installed(fa.remat(model, policy))) == (policy is not None)
         return trained(model, tokens, **options)
 
@@ -350,7 +394,11 @@ def test_attention_that_is_kept_is_not_computed_again(monkeypatch):
 
 def test_what_a_model_is_stays_as_it_was(tmp_path):
     model = made(attended)
-    config, names, before = saved(model, tmp_path), [layer.name for layer in model.layers], set(vars(model))
+    config, names, before = (
+        saved(model, tmp_path),
+        [layer.name for layer in model.layers],
+        set(vars(model)),
+    )
     weights = [w.path for w in model.weights]
     assert fa.remat(fa.remat(model)) is model
     assert len(installed(model)) == 1
@@ -386,13 +434,20 @@ def operations(segments):
 def test_a_flat_graph_is_cut_where_one_value_crosses():
     segments = cut(made(functools.partial(attended, 6)))
     first, *inner, last = operations(segments)
-    assert [segment.recomputed for segment in segments] == [False, *[True] * (len(segments) - 3), False, False]
+    assert [segment.recomputed for segment in segments] == [
+        False,
+        *[True] * (len(segments) - 3),
+        False,
+        False,
+    ]
     assert first == ["embedding"], "ids are checked outside"
     assert last == ["head"], "a LinearCrossEntropy may take it over"
     assert 6 <= len(inner) <= 14
     assert all(len(segment.outputs) == 1 and len(segment.inputs) <= 2 for segment in segments)
     nodes = [id(node) for segment in segments for node in segment.nodes]
-    assert len(nodes) == len(set(nodes)) == 6 * 8 + 3, "a shared layer's calls are nodes of their own"
+    assert len(nodes) == len(set(nodes)) == 6 * 8 + 3, (
+        "a shared layer's calls are nodes of their own"
+    )
 
 
 def test_boundaries_and_insides_take_the_least_memory():
@@ -400,11 +455,16 @@ def test_boundaries_and_insides_take_the_least_memory():
     rng = np.random.default_rng(0)
     for _ in range(20):
         inside, out = rng.integers(1, 50, 8), rng.integers(1, 20, 8)
-        costs = [blocks._Cost(float(a), [(k + 1, float(b))]) for k, (a, b) in enumerate(zip(inside, out, strict=True))]
+        costs = [
+            blocks._Cost(float(a), [(k + 1, float(b))])
+            for k, (a, b) in enumerate(zip(inside, out, strict=True))
+        ]
 
         def memory(ends, inside=inside, out=out):
             starts = [0, *ends[:-1]]
-            return sum(out[e - 1] for e in ends) + max(inside[a:b].sum() for a, b in zip(starts, ends, strict=True))
+            return sum(out[e - 1] for e in ends) + max(
+                inside[a:b].sum() for a, b in zip(starts, ends, strict=True)
+            )
 
         ways = [[k for k in range(1, 8) if way >> k & 1] + [8] for way in range(0, 256, 2)]
         ends, found = blocks._least(costs, set())
@@ -414,12 +474,18 @@ def test_boundaries_and_insides_take_the_least_memory():
 
 def test_blocks_are_the_outermost_layers_that_repeat():
     model = made(subclassed)
-    assert [block.layer for block in blocks.find(model)] == [b for stage in model.stages for b in stage.blocks]
+    assert [block.layer for block in blocks.find(model)] == [
+        b for stage in model.stages for b in stage.blocks
+    ]
 
     def inner():
-        return keras.Sequential([keras.Input((WIDTH,)), *(layers.Dense(WIDTH, "tanh") for _ in range(2))])
+        return keras.Sequential(
+            [keras.Input((WIDTH,)), *(layers.Dense(WIDTH, "tanh") for _ in range(2))]
+        )
 
-    nested = keras.Sequential([keras.Input((WIDTH,)), layers.Dense(WIDTH), *(inner() for _ in range(9))])
+    nested = keras.Sequential(
+        [keras.Input((WIDTH,)), layers.Dense(WIDTH), *(inner() for _ in range(9))]
+    )
     assert [block.layer for block in blocks.find(nested)] == nested.layers[1:]
 
 
@@ -465,13 +531,17 @@ def test_layers_that_hold_an_embedding_are_no_blocks():
     sides = [Tagger(), Tagger()]
     model = keras.Model(ids, layers.Dense(1)(layers.Add()([side(ids) for side in sides])))
     recomputed = [layer for block in blocks.find(model) for layer in block.layers]
-    assert not {*map(id, recomputed)} & {id(part) for side in sides for part in side._flatten_layers()}
+    assert not {*map(id, recomputed)} & {
+        id(part) for side in sides for part in side._flatten_layers()
+    }
 
 
 def test_spectral_normalization_stays_outside_of_blocks():
     """It reads its kernel in a branch, then assigns it."""
     normalised = layers.SpectralNormalization(layers.Dense(64), name="normalised")
-    model = keras.Sequential([keras.Input((64,)), normalised, *(layers.Dense(64, "tanh") for _ in range(16))])
+    model = keras.Sequential(
+        [keras.Input((64,)), normalised, *(layers.Dense(64, "tanh") for _ in range(16))]
+    )
     (block,) = blocks.find(model)
     assert block.layers and normalised not in block.layers
     with pytest.raises(ValueError, match="holds a SpectralNormalization"):

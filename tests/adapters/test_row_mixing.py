@@ -1,4 +1,6 @@
-"""Which models mix the rows of a batch: the verdict of a trace beside numbers, of layers, masks and kinds of models."""
+"""Which models mix the rows of a batch: the verdict of a trace beside numbers, of layers, masks and
+kinds of models.
+"""
 
 import functools
 
@@ -119,11 +121,15 @@ BY_ROW = {
     "LayerNormalization": L.LayerNormalization,
     "GroupNormalization": lambda: L.GroupNormalization(1),
     "heads in the rows": lambda: Calls(of_heads),
-    "a Fourier transform of steps": lambda: Calls(lambda x: tf.math.real(tf.signal.fft(tf.cast(x, tf.complex64)))),
+    "a Fourier transform of steps": lambda: Calls(
+        lambda x: tf.math.real(tf.signal.fft(tf.cast(x, tf.complex64)))
+    ),
     "steps turned": lambda: Calls(lambda x: x[:, ::-1]),
     "steps sorted": lambda: Calls(lambda x: tf.sort(x, axis=1)),
     "tf.map_fn": functools.partial(Mapped, carried=False),
-    "tf.vectorized_map": lambda: Calls(lambda x: tf.vectorized_map(lambda row: row / tf.reduce_max(row), x)),
+    "tf.vectorized_map": lambda: Calls(
+        lambda x: tf.vectorized_map(lambda row: row / tf.reduce_max(row), x)
+    ),
     "a branch": lambda: Calls(lambda x: tf.cond(tf.shape(x)[1] > 1, lambda: tf.tanh(x), lambda: x)),
 }
 MIXING = {
@@ -139,14 +145,22 @@ MIXING = {
     "rows shifted": lambda: Calls(lambda x: tf.roll(x, 1, axis=0)),
     "rows sorted": lambda: Calls(lambda x: tf.sort(x, axis=0)),
     "rows added up": lambda: Calls(lambda x: tf.cumsum(x, axis=0)),
-    "rows in another order of axes": lambda: Calls(lambda x: tf.reshape(tf.transpose(x, [1, 0, 2]), tf.shape(x))),
+    "rows in another order of axes": lambda: Calls(
+        lambda x: tf.reshape(tf.transpose(x, [1, 0, 2]), tf.shape(x))
+    ),
     "a gate of rows that is 0 at first": Gated,
-    "softmax over all": lambda: Calls(lambda x: tf.reshape(tf.nn.softmax(tf.reshape(x, [-1])), tf.shape(x))),
-    "an einsum over other rows": lambda: Calls(lambda x: x * tf.einsum("btw,ctw->b", x, x)[:, None, None]),
+    "softmax over all": lambda: Calls(
+        lambda x: tf.reshape(tf.nn.softmax(tf.reshape(x, [-1])), tf.shape(x))
+    ),
+    "an einsum over other rows": lambda: Calls(
+        lambda x: x * tf.einsum("btw,ctw->b", x, x)[:, None, None]
+    ),
     "rows added up as the last axis": lambda: Calls(
         lambda x: tf.transpose(tf.cumsum(tf.transpose(x, [1, 2, 0]), axis=-1), [2, 0, 1])
     ),
-    "logsumexp of the rows before": lambda: Calls(lambda x: tf.math.cumulative_logsumexp(x, axis=0)),
+    "logsumexp of the rows before": lambda: Calls(
+        lambda x: tf.math.cumulative_logsumexp(x, axis=0)
+    ),
     "a Fourier transform of the rows": lambda: Calls(
         lambda x: tf.math.real(tf.signal.fft2d(tf.cast(x[:, :, 0], tf.complex64)))
     ),
@@ -194,7 +208,9 @@ def drawn(spec, seed):
 
 
 def mixes_in_numbers(model, spec):
-    """Tells if a row's output, or the gradient of it, changes with another row, in three drawn batches."""
+    """Tells if a row's output, or the gradient of it, changes with another row, in three drawn
+    batches.
+    """
     weights = [v.value for v in model.trainable_variables]
 
     @tf.function
@@ -209,8 +225,12 @@ def mixes_in_numbers(model, spec):
         for number in range(ROWS):
             changed = other.copy()
             changed[number] = x[number]
-            for a, b in zip(row(x, tf.constant(number)), row(changed, tf.constant(number)), strict=True):
-                if not np.allclose(tf.convert_to_tensor(a), tf.convert_to_tensor(b), rtol=1e-4, atol=1e-6):
+            for a, b in zip(
+                row(x, tf.constant(number)), row(changed, tf.constant(number)), strict=True
+            ):
+                if not np.allclose(
+                    tf.convert_to_tensor(a), tf.convert_to_tensor(b), rtol=1e-4, atol=1e-6
+                ):
                     return True
     return False
 
@@ -234,7 +254,9 @@ def test_the_verdict_is_that_of_numbers(name, mask, kind):
 
 
 BEHIND_THRESHOLDS = {
-    "a condition over all rows": lambda: Calls(lambda x: tf.where(tf.reduce_any(x > 1.5), x - 1, x)),
+    "a condition over all rows": lambda: Calls(
+        lambda x: tf.where(tf.reduce_any(x > 1.5), x - 1, x)
+    ),
     "turns until all rows are done": lambda: Calls(
         lambda x: tf.while_loop(lambda h: tf.reduce_any(h > 1), lambda h: [0.5 * h], [x])[0]
     ),

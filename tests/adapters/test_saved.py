@@ -1,4 +1,6 @@
-"""A process that has imported nothing of fastaccum but `fastaccum` itself loads the models that it wrote."""
+"""A process that has imported nothing of fastaccum but `fastaccum` itself loads the models that it
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,17 @@ def models(tmp_path_factory):
     "imports",
     [
         "import keras, fastaccum",
-        "import fastaccum; assert not {'keras', 'tensorflow'} & {*sys.modules}\nimport importlib.util\n"
-        "assert importlib.util.find_spec('keras')\nimport keras",
+        "import fastaccum; assert not {'keras', 'tensorflow'} & {*sys.modules}\nimport "
+        "importlib.util\nassert importlib.util.find_spec('keras')\nimport keras",
     ],
     ids=["keras first", "fastaccum first"],
 )
 def test_a_new_process_loads_what_was_saved(models, imports):
-    done = subprocess.run([sys.executable, "-c", LOAD.format(imports=imports), *models], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD.format(imports=imports), *models],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         " ".join(["linear_cross_entropy", *(type(layer).__name__ for layer in model.layers)])
@@ -66,9 +72,12 @@ def test_every_registered_layer_has_its_stand_in():
         (layer.__module__, layer.__name__)
         for module in saved.LAYERS
         for layer in vars(importlib.import_module(module)).values()
-        if isinstance(layer, type) and keras.saving.get_registered_name(layer).startswith("fastaccum>")
+        if isinstance(layer, type)
+        and keras.saving.get_registered_name(layer).startswith("fastaccum>")
     }
-    assert registered == {(module, name) for module, names in saved.LAYERS.items() for name in names}
+    assert registered == {
+        (module, name) for module, names in saved.LAYERS.items() for name in names
+    }
     names = [name for name in keras.saving.get_custom_objects() if name.startswith("fastaccum>")]
     assert len(names) == len(registered)
 
@@ -93,7 +102,9 @@ def trained(layer, lora=None):
     model = keras.Sequential([keras.Input((3,)), layer])
     if lora is not None:
         lora.enable_lora(2)
-    fa.Trainer(model, keras.optimizers.Adam(0.1), "mse", jit_compile=False).fit(X, Y, epochs=2, verbose=0)
+    fa.Trainer(model, keras.optimizers.Adam(0.1), "mse", jit_compile=False).fit(
+        X, Y, epochs=2, verbose=0
+    )
     return model
 
 
@@ -102,7 +113,9 @@ def warned(train):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train()
-    return [str(w.message) for w in caught if w.category is RuntimeWarning and w.filename == __file__]
+    return [
+        str(w.message) for w in caught if w.category is RuntimeWarning and w.filename == __file__
+    ]
 
 
 def test_a_loaded_optimizer_that_lost_its_state_with_lora_is_warned_of(tmp_path):
@@ -116,8 +129,13 @@ def test_a_loaded_optimizer_that_lost_its_state_with_lora_is_warned_of(tmp_path)
             loaded = keras.saving.load_model(tmp_path / "model.keras")
         said = warned(lambda loaded=loaded: fa.Trainer(loaded, loaded.optimizer))
         assert len(said) == lora and all("optimizer=Adam starts afresh" in each for each in said)
-        assert (len(loaded.trainable_variables), int(loaded.optimizer.iterations)) == (2, 0 if lora else 2)
-        np.testing.assert_allclose(loaded.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5)
+        assert (len(loaded.trainable_variables), int(loaded.optimizer.iterations)) == (
+            2,
+            0 if lora else 2,
+        )
+        np.testing.assert_allclose(
+            loaded.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-5
+        )
 
 
 def test_more_weights_to_train_than_the_file_has_state_of_are_warned_of(tmp_path):
@@ -127,7 +145,9 @@ def test_more_weights_to_train_than_the_file_has_state_of_are_warned_of(tmp_path
     for layer in layers[:2]:
         layer.dense.trainable = False
     layers[2].dense.enable_lora(2)
-    fa.Trainer(model, keras.optimizers.Adam(0.1), "mse", jit_compile=False).fit(X, Y, epochs=1, verbose=0)
+    fa.Trainer(model, keras.optimizers.Adam(0.1), "mse", jit_compile=False).fit(
+        X, Y, epochs=1, verbose=0
+    )
     model.save(tmp_path / "model.keras")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # Keras's own, while it loads
@@ -162,4 +182,5 @@ def test_lora_that_keras_has_merged_is_warned_of(tmp_path, how):
 
 
 def test_keras_table_of_saved_layers_can_be_a_set():
-    assert set(keras.saving.get_custom_objects().values())  # which KerasHub makes of it to save a preset
+    # which KerasHub makes of it to save a preset
+    assert set(keras.saving.get_custom_objects().values())

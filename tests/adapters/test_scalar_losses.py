@@ -1,4 +1,6 @@
-"""Loss functions that return one number for a batch: exact if it is a mean or sum over rows, else with one warning."""
+"""Loss functions that return one number for a batch: exact if it is a mean or sum over rows, else
+with one warning.
+"""
 
 import warnings
 
@@ -68,7 +70,9 @@ def train(data, loss, k=BATCH // MICRO_BATCH, jit_compile=False, **options):
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        history = trainer.fit(data.x, data.y, batch_size=BATCH // k, shuffle=False, verbose=0, **options)
+        history = trainer.fit(
+            data.x, data.y, batch_size=BATCH // k, shuffle=False, verbose=0, **options
+        )
     of_losses = [str(w.message) for w in caught if "no mean or sum over its rows" in str(w.message)]
     others = [str(w.message) for w in caught if "no sum or mean" in str(w.message)]
     assert not others
@@ -144,7 +148,9 @@ REDUCTIONS = ["sum_over_batch_size", "sum", "mean_with_sample_weight"]
 @pytest.mark.parametrize("reduction", with_marks(REDUCTIONS, REDUCTIONS[:1]))
 @pytest.mark.parametrize("reduce", with_marks([tf.reduce_mean, tf.reduce_sum], [tf.reduce_sum]))
 def test_weights_scale_the_batch_as_in_keras(reduce, reduction):
-    """By their mean, or by their sum: Keras multiplies the scalar by each, and reduces the products."""
+    """By their mean, or by their sum: Keras multiplies the scalar by each, and reduces the
+    products.
+    """
     data = DATA["numbers"]
     loss = OfClass(reduce, reduction)
     ours, _, told = train(data, loss, sample_weight=WEIGHTS / 8)
@@ -174,14 +180,18 @@ def masked_model():
     [np.repeat(WEIGHTS[:, None], 6, 1) / 8, pytest.param(None, marks=pytest.mark.variant)],
 )
 def test_a_mask_scales_the_batch_as_in_keras(reduction, weights):
-    """The scalar has all tokens in it, as in Keras; under "sum" it is multiplied by the number that the mask leaves."""
+    """The scalar has all tokens in it, as in Keras; under "sum" it is multiplied by the number that
+    the mask leaves.
+    """
     y = np.random.default_rng(4).normal(size=(len(IDS), 6, 1)).astype("float32")
     loss = OfClass(lambda t: tf.reduce_mean(t) / 50, reduction)
     theirs = masked_model()
     theirs.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=True)
     theirs.fit(IDS, y, sample_weight=weights, batch_size=BATCH, shuffle=False, verbose=0)
     optimizer = keras.optimizers.SGD(0.1)
-    trainer = fa.Trainer(masked_model(), optimizer, loss, gradient_accumulation_steps=4, jit_compile=False)
+    trainer = fa.Trainer(
+        masked_model(), optimizer, loss, gradient_accumulation_steps=4, jit_compile=False
+    )
     trainer.fit(IDS, y, sample_weight=weights, batch_size=4, shuffle=False, verbose=0)
     require_equal(trainer.model.get_weights(), theirs.get_weights())
 
@@ -217,15 +227,23 @@ def test_a_pair_of_sums_is_the_quotient_over_the_whole_batch(name, ratio, pair, 
 
 
 def test_one_number_for_groups_of_rows_of_batches_that_may_differ():
-    """Triplets in a batch of a number of rows that is not known: the trace needs one that three divides."""
+    """Triplets in a batch of a number of rows that is not known: the trace needs one that three
+    divides.
+    """
 
     def triplets(y, outputs):
-        anchor, other = ops.reshape(outputs, (-1, 3, 2))[:, 0], ops.reshape(outputs, (-1, 3, 2))[:, 1]
+        anchor, other = (
+            ops.reshape(outputs, (-1, 3, 2))[:, 0],
+            ops.reshape(outputs, (-1, 3, 2))[:, 1],
+        )
         return ops.mean(ops.maximum(ops.sum((anchor - other) ** 2, -1) + y[::3, 0], 0.0))
 
     x, y = np.random.default_rng(0).normal(size=(2, 12, 2)).astype("float32")
     found = []
-    for data in ({"x": x, "y": y, "batch_size": 6}, {"x": ((x[i : i + 6], y[i : i + 6]) for i in (0, 6))}):
+    for data in (
+        {"x": x, "y": y, "batch_size": 6},
+        {"x": ((x[i : i + 6], y[i : i + 6]) for i in (0, 6))},
+    ):
         keras.utils.set_random_seed(0)
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])
         trainer = fa.Trainer(model, "sgd", triplets, gradient_accumulation_steps=2)
@@ -279,14 +297,23 @@ def counted(y):
 @pytest.mark.parametrize(
     ("pair", "reason"),
     [
-        (lambda y, p: (mse(y, p), tf.cast(tf.shape(p)[0], tf.float32)), "loss_sum does not grow with the rows"),
+        (
+            lambda y, p: (mse(y, p), tf.cast(tf.shape(p)[0], tf.float32)),
+            "loss_sum does not grow with the rows",
+        ),
         (lambda y, p: (squares(y, p), tf.constant(1.0)), "weight_sum does not grow with the rows"),
         (
             lambda y, p: (squares(y, p), tf.maximum(counted(y), 1.0)),
             r"weight_sum is no sum .* \(see Maximum",
         ),
-        (lambda y, p: (squares(y, p), counted(y) + 1.0), "weight_sum is no sum over the rows: those of two"),
-        (lambda y, p: (tf.sqrt(squares(y, p)), counted(y)), r"loss_sum is no sum over the rows \(see Sqrt"),
+        (
+            lambda y, p: (squares(y, p), counted(y) + 1.0),
+            "weight_sum is no sum over the rows: those of two",
+        ),
+        (
+            lambda y, p: (tf.sqrt(squares(y, p)), counted(y)),
+            r"loss_sum is no sum over the rows \(see Sqrt",
+        ),
     ],
 )
 def test_a_pair_that_does_not_add_up_is_refused(pair, reason):
@@ -340,7 +367,12 @@ def add_up_where_large(y, p):
         roll_where_large,
         add_up_where_large,
     ],
-    ids=["a small sum beside a mean", "a small mean beside a sum", "rolled rows", "sums along rows"],
+    ids=[
+        "a small sum beside a mean",
+        "a small mean beside a sum",
+        "rolled rows",
+        "sums along rows",
+    ],
 )
 def test_what_few_or_small_numbers_would_not_show_is_told_of(loss):
     spec = keras.KerasTensor((4, 3))
@@ -364,15 +396,21 @@ class Annealed(keras.losses.Loss):
 
 
 def count_steps(loss):
-    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: loss.step.assign_add(1.0))
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: loss.step.assign_add(1.0)
+    )
 
 
-@pytest.mark.parametrize("reduce", [ops.mean, lambda t: ops.mean(t, axis=-1)], ids=["one number", "one for each row"])
+@pytest.mark.parametrize(
+    "reduce", [ops.mean, lambda t: ops.mean(t, axis=-1)], ids=["one number", "one for each row"]
+)
 def test_a_loss_that_counts_its_calls_is_refused(reduce):
     """The remedy is exact."""
     data = DATA["numbers"]
     counting = Annealed(reduce, counts=True)
-    with pytest.raises(ValueError, match=r"loss 'annealed.*' assigns \['step:0'\].*assign it in a callback"):
+    with pytest.raises(
+        ValueError, match=r"loss 'annealed.*' assigns \['step:0'\].*assign it in a callback"
+    ):
         train(data, counting)
     assert float(counting.step) == 1.0
     loss, other = Annealed(reduce, counts=False), Annealed(reduce, counts=False)
@@ -391,7 +429,10 @@ def test_a_count_of_the_model_is_assigned_by_its_compute_loss():
     class Counting(keras.Model):
         def __init__(self):
             super().__init__()
-            self.dense, self.step = keras.layers.Dense(2), self.add_weight(initializer="ones", trainable=False)
+            self.dense, self.step = (
+                keras.layers.Dense(2),
+                self.add_weight(initializer="ones", trainable=False),
+            )
 
         def call(self, x):
             return self.dense(x)
@@ -424,7 +465,9 @@ def test_a_loss_that_squeezes_its_rows_takes_micro_batches_of_two():
 
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     trainer = fa.Trainer(model, "sgd", loss, gradient_accumulation_steps=2, jit_compile=False)
-    with pytest.raises(ValueError, match=r"a single number for a micro-batch of one row.*pass batch_size=2"):
+    with pytest.raises(
+        ValueError, match=r"a single number for a micro-batch of one row.*pass batch_size=2"
+    ):
         trainer.fit(x, y, batch_size=1, verbose=0)
     trainer.fit(x, y, batch_size=2, verbose=0)
 
@@ -435,7 +478,10 @@ class Noisy(keras.losses.Loss):
         self.seeds = keras.random.SeedGenerator(1)
 
     def call(self, y_true, y_pred):
-        return ops.mean(ops.square(y_true - y_pred + keras.random.normal(ops.shape(y_pred), seed=self.seeds)), axis=-1)
+        return ops.mean(
+            ops.square(y_true - y_pred + keras.random.normal(ops.shape(y_pred), seed=self.seeds)),
+            axis=-1,
+        )
 
 
 def test_a_loss_may_draw_numbers():
@@ -454,18 +500,23 @@ def test_evaluation_is_of_all_rows_as_one_batch(name, jit_compile):
     case = CASES[name]
     data = DATA[case.data]
     model = make_model(data)
-    trainer = fa.Trainer(model, "sgd", case.loss, gradient_accumulation_steps=2, jit_compile=jit_compile)
+    trainer = fa.Trainer(
+        model, "sgd", case.loss, gradient_accumulation_steps=2, jit_compile=jit_compile
+    )
     model.compile("sgd", case.loss)
     for weights in (None, WEIGHTS):
         arguments = {"sample_weight": weights, "verbose": 0}
         whole = model.evaluate(data.x, data.y, batch_size=len(data.x), **arguments)
-        assert trainer.evaluate(data.x, data.y, batch_size=4, **arguments) == pytest.approx(whole, rel=1e-5)
+        assert trainer.evaluate(data.x, data.y, batch_size=4, **arguments) == pytest.approx(
+            whole, rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("policy", with_marks(["float32", "mixed_float16"], ["float32"]))
 def test_several_outputs_with_scalars_and_others(policy):
     """The loss of each output is logged as in Keras, in steps of a dispatch compiled by XLA."""
-    x = np.concatenate([X, X[:10]])  # 32 rows: Keras counts a short batch as a long one in an output's log
+    # 32 rows: Keras counts a short batch as a long one in an output's log
+    x = np.concatenate([X, X[:10]])
     y = [x[:, :3] * 0.5, x[:, 3:]]
 
     def model():
@@ -510,7 +561,9 @@ def test_the_compiled_loss_in_a_compute_loss_is_a_scalar():
     require_equal(ours, expected)
 
 
-@pytest.mark.parametrize("kind", with_marks([keras.losses.Dice, keras.losses.Tversky], [keras.losses.Dice]))
+@pytest.mark.parametrize(
+    "kind", with_marks([keras.losses.Dice, keras.losses.Tversky], [keras.losses.Dice])
+)
 def test_losses_of_keras_that_are_scalars_are_told_of(kind):
     data = DATA["bits"]
     ours, _, told = train(data, kind())

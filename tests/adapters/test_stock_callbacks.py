@@ -1,7 +1,10 @@
-"""Every callback that Keras 3 and tf_keras come with does under `Trainer.fit` what it does under Keras's own `fit`.
+"""Every callback that Keras 3 and tf_keras come with does under `Trainer.fit` what it does under
+Keras's own `fit`.
 
-Each case trains a model by Keras (batches of 8 rows) and by the Trainer (2 micro-batches of 4) from the same weights,
-and compares what the callback leaves: history, weights, files, messages. docs/guides/callbacks.md lists what differs.
+Each case trains a model by Keras (batches of 8 rows) and by the Trainer (2 micro-batches of 4) from
+the same weights,
+and compares what the callback leaves: history, weights, files, messages. docs/guides/callbacks.md
+    lists what differs.
 """
 
 import csv
@@ -36,7 +39,12 @@ class Side:
         self.optimizer = K.optimizers.SGD(0.1, momentum=0.5, use_ema=K is keras, ema_momentum=0.9)
         if ours:
             self.trainer = fa.Trainer(
-                self.model, self.optimizer, "mse", ["mae"], gradient_accumulation_steps=2, jit_compile=False
+                self.model,
+                self.optimizer,
+                "mse",
+                ["mae"],
+                gradient_accumulation_steps=2,
+                jit_compile=False,
             )
         else:
             self.model.compile(self.optimizer, "mse", metrics=["mae"], jit_compile=False)
@@ -58,7 +66,8 @@ class Side:
         ):
             average.assign(weight)
         self.optimizer.learning_rate = 0.1
-        # Which Keras's BackupAndRestore leaves, so that every later fit of the same model is taken for a resumed one.
+        # Which Keras's BackupAndRestore leaves, so that every later fit of the same model is taken
+        # for a resumed one.
         name = "_initial_epoch" if self.K is keras else "_training_state"
         setattr(self.model, name, None)
 
@@ -138,7 +147,11 @@ def names(folder):
 def EarlyStopping(K, side, folder):
     stop = K.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
     found = fitted(side, [worsen(K), stop], epochs=6, validation_data=(X, Y))
-    return found | {"best": stop.best, "best weights": stop.best_weights, "stopped": stop.stopped_epoch}
+    return found | {
+        "best": stop.best,
+        "best weights": stop.best_weights,
+        "stopped": stop.stopped_epoch,
+    }
 
 
 def ReduceLROnPlateau(K, side, folder):
@@ -154,12 +167,21 @@ def ModelCheckpoint(K, side, folder):
     save = K.callbacks.ModelCheckpoint
     best = str(folder / "best.keras"), "val_loss"
     often = str(folder / "{epoch}-{batch}.weights.h5")
-    callbacks = [worsen(K), save(*best, save_best_only=True), save(often, save_freq=3, save_weights_only=True)]
+    callbacks = [
+        worsen(K),
+        save(*best, save_best_only=True),
+        save(often, save_freq=3, save_weights_only=True),
+    ]
     found = fitted(side, callbacks, validation_data=(X, Y))
     loaded = K.models.load_model(folder / "best.keras")
     rows = loaded.evaluate(X, Y, verbose=0)
     rate = float(loaded.optimizer.learning_rate)
-    return found | {"files": names(folder), "saved": loaded.get_weights(), "evaluated": rows, "rate": rate}
+    return found | {
+        "files": names(folder),
+        "saved": loaded.get_weights(),
+        "evaluated": rows,
+        "rate": rate,
+    }
 
 
 def BackupAndRestore(K, side, folder):
@@ -193,7 +215,9 @@ def scalars(folder):
             for value in event.summary.value:
                 if value.metadata.plugin_data.plugin_name == "scalars":
                     number = float(tf.make_ndarray(value.tensor))
-                    found.setdefault(f"{path.parent.name}/{value.tag}", []).append((event.step, number))
+                    found.setdefault(f"{path.parent.name}/{value.tag}", []).append(
+                        (event.step, number)
+                    )
                 else:
                     others.add(value.tag)
     return found, others
@@ -201,10 +225,16 @@ def scalars(folder):
 
 def TensorBoard(K, side, folder):
     # tf_keras's writes scalars of single steps only where it is to write their rate, too.
-    board = K.callbacks.TensorBoard(str(folder), histogram_freq=1, update_freq=2, write_steps_per_second=True)
+    board = K.callbacks.TensorBoard(
+        str(folder), histogram_freq=1, update_freq=2, write_steps_per_second=True
+    )
     found = fitted(side, [board], validation_data=(X, Y))
     values, others = scalars(folder)
-    values = {tag: each for tag, each in values.items() if not any(name in tag for name in (*OURS, "per_second"))}
+    values = {
+        tag: each
+        for tag, each in values.items()
+        if not any(name in tag for name in (*OURS, "per_second"))
+    }
     assert "keras" in others  # the model's graph
     return found | {"scalars": values, "histograms": sum("histogram" in tag for tag in others)}
 
@@ -223,7 +253,9 @@ def LambdaCallback(K, side, folder):
     hooks = [f"on_{part}_{when}" for part in parts for when in ("begin", "end")]
 
     def note(hook):
-        return lambda *given, **logs: called.append((hook, *(each for each in given if isinstance(each, int))))
+        return lambda *given, **logs: called.append(
+            (hook, *(each for each in given if isinstance(each, int)))
+        )
 
     watch = K.callbacks.LambdaCallback(**{hook: note(hook) for hook in hooks})
     return fitted(side, [watch], validation_data=(X, Y)) | {"called": called}
@@ -240,7 +272,10 @@ def Callback(K, side, folder):
         seen = ()
 
         def on_train_batch_end(self, batch, logs=None):
-            self.seen = (*self.seen, (batch, logs["loss"], self.params["steps"], self.params["epochs"]))
+            self.seen = (
+                *self.seen,
+                (batch, logs["loss"], self.params["steps"], self.params["epochs"]),
+            )
 
         def on_epoch_end(self, epoch, logs=None):
             self.model.stop_training = epoch == 1
@@ -251,8 +286,12 @@ def Callback(K, side, folder):
 
 def CallbackList(K, side, folder):
     seen = []
-    note = K.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append((epoch, logs["loss"])))
-    callbacks = K.callbacks.CallbackList([note], add_history=True, model=side.model, epochs=3, verbose=0)
+    note = K.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append((epoch, logs["loss"]))
+    )
+    callbacks = K.callbacks.CallbackList(
+        [note], add_history=True, model=side.model, epochs=3, verbose=0
+    )
     return fitted(side, callbacks) | {"seen": seen}
 
 
@@ -288,11 +327,16 @@ def SidecarEvaluatorModelExport(K, side, folder):
     (folder / "ckpt-7").write_text("")
     paths = str(folder / "best-{epoch}"), str(folder / "ckpt-{epoch}")
     export = K.callbacks.SidecarEvaluatorModelExport(*paths, monitor="loss", save_weights_only=True)
-    return {"loss": side.evaluate([export]), "files": [name for name in names(folder) if "data" in name]}
+    return {
+        "loss": side.evaluate([export]),
+        "files": [name for name in names(folder) if "data" in name],
+    }
 
 
 CASES = [
-    value for name, value in list(globals().items()) if isinstance(value, types.FunctionType) and name[0].isupper()
+    value
+    for name, value in list(globals().items())
+    if isinstance(value, types.FunctionType) and name[0].isupper()
 ]
 REFUSED = {"BaseLogger", "UpdateEmbeddingCallback"}
 
@@ -302,13 +346,18 @@ def test_it_does_what_it_does_in_keras(compare, case, K, request):
     if not hasattr(K.callbacks, case.__name__):
         pytest.skip(f"{K.__name__} has no {case.__name__}")
     fixtures = {
-        name: request.getfixturevalue(name) for name in ("capsys", "monkeypatch") if name in case.__code__.co_varnames
+        name: request.getfixturevalue(name)
+        for name in ("capsys", "monkeypatch")
+        if name in case.__code__.co_varnames
     }
     compare(lambda *given: case(*given, **fixtures))
 
 
 def test_no_stock_callback_is_left_out(K):
-    public = {**vars(K.callbacks), **vars(getattr(K.callbacks, "experimental", types.SimpleNamespace()))}
+    public = {
+        **vars(K.callbacks),
+        **vars(getattr(K.callbacks, "experimental", types.SimpleNamespace())),
+    }
     classes = {name for name, value in public.items() if isinstance(value, type)}
     assert classes - REFUSED <= {case.__name__ for case in CASES}
 
@@ -321,7 +370,9 @@ def test_what_cannot_work_is_refused_before_training(sides):
     with pytest.raises(ValueError, match="BaseLogger, which fails in tf_keras's own fit too"):
         ours.fit([K.callbacks.BaseLogger()])
     layer = K.layers.Embedding(2, 3)
-    with pytest.raises(ValueError, match="UpdateEmbeddingCallback, which needs the model's own fit"):
+    with pytest.raises(
+        ValueError, match="UpdateEmbeddingCallback, which needs the model's own fit"
+    ):
         ours.fit([K.callbacks.experimental.UpdateEmbeddingCallback(layer, interval=60)])
     same(weights, ours.model.get_weights())
 
@@ -329,17 +380,26 @@ def test_what_cannot_work_is_refused_before_training(sides):
 @pytest.mark.variant
 def test_a_profile_holds_the_chosen_steps_under_readable_names(sides, tmp_path):
     K, *_ = sides
-    model = K.Sequential([K.Input((4,)), K.layers.Dense(8, name="hidden"), K.layers.Dense(1, name="head")])
+    model = K.Sequential(
+        [K.Input((4,)), K.layers.Dense(8, name="hidden"), K.layers.Dense(1, name="head")]
+    )
     trainer = fa.Trainer(model, K.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2)
     board = K.callbacks.TensorBoard(str(tmp_path), profile_batch=(3, 5))
     trainer.fit(X, Y, batch_size=4, epochs=3, verbose=0, callbacks=[board])
     (path,) = tmp_path.rglob("*.xplane.pb")
     planes = {plane.name: plane for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes}
     host = planes["/host:CPU"]
-    events = [host.event_metadata[event.metadata_id].name for line in host.lines for event in line.events]
+    events = [
+        host.event_metadata[event.metadata_id].name for line in host.lines for event in line.events
+    ]
     assert sum(name.startswith("EagerLocalExecute: __inference__execute") for name in events) == 3
     stats = [s for m in planes["/host:metadata"].event_metadata.values() for s in m.stats]
     modules = [hlo_pb2.HloProto.FromString(stat.bytes_value).hlo_module for stat in stats]
-    scopes = {i.metadata.op_name for module in modules for c in module.computations for i in c.instructions}
+    scopes = {
+        i.metadata.op_name
+        for module in modules
+        for c in module.computations
+        for i in c.instructions
+    }
     for part in ("forward/.*hidden", "gradient_tape/forward/.*hidden", "update"):
         assert any(re.search(part, scope) for scope in scopes), part

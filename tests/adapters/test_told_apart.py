@@ -1,7 +1,9 @@
-"""Places that tell code of Keras and others from a user's: by the object, never by what it says that it is.
+"""Places that tell code of Keras and others from a user's: by the object, never by what it says
+that it is.
 
-Each place has an impostor, a user's class or function with a known name or the metadata that `functools.wraps` copies,
-and a renamed original. `PLACES_WITH_NAMES` lists every place of the source that reads such a name, and why it may.
+Each place has an impostor, a user's class or function with a known name or the metadata that
+`functools.wraps` copies, and a renamed original. `PLACES_WITH_NAMES` lists every place of the
+source that reads such a name, and why it may.
 """
 
 import ast
@@ -58,9 +60,13 @@ def difference(loss, y=Y, steps=4):
     theirs, ours = model(), model()
     theirs.compile(keras.optimizers.SGD(0.5), loss)
     theirs.fit(X, y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
-    trainer = fa.Trainer(ours, keras.optimizers.SGD(0.5), loss, gradient_accumulation_steps=steps, jit_compile=False)
+    trainer = fa.Trainer(
+        ours, keras.optimizers.SGD(0.5), loss, gradient_accumulation_steps=steps, jit_compile=False
+    )
     trainer.fit(X, y, batch_size=ROWS // steps, epochs=2, shuffle=False, verbose=0)
-    return max(np.abs(a - b).max() for a, b in zip(theirs.get_weights(), ours.get_weights(), strict=True))
+    return max(
+        np.abs(a - b).max() for a, b in zip(theirs.get_weights(), ours.get_weights(), strict=True)
+    )
 
 
 # What training does.
@@ -98,7 +104,9 @@ def test_a_decorated_loss_takes_a_target_of_another_shape():
 
 
 def overlap(y_true, y_pred):
-    return 1 - (2 * ops.sum(y_true * y_pred, -1) + 1) / (ops.sum(y_true, -1) + ops.sum(y_pred, -1) + 1)
+    return 1 - (2 * ops.sum(y_true * y_pred, -1) + 1) / (
+        ops.sum(y_true, -1) + ops.sum(y_pred, -1) + 1
+    )
 
 
 class Named(keras.losses.Loss):
@@ -114,10 +122,19 @@ def renamed(name):
     return function
 
 
-NAMES = ["dice", "tversky", "circle", "ctc", "sparse_categorical_crossentropy", "categorical_crossentropy"]
+NAMES = [
+    "dice",
+    "tversky",
+    "circle",
+    "ctc",
+    "sparse_categorical_crossentropy",
+    "categorical_crossentropy",
+]
 
 
-@pytest.mark.parametrize("make", [renamed, lambda name: Named(name=name)], ids=["function", "object"])
+@pytest.mark.parametrize(
+    "make", [renamed, lambda name: Named(name=name)], ids=["function", "object"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loss_with_a_name_of_keras_is_exact(name, make):
     with warnings.catch_warnings():
@@ -134,7 +151,9 @@ def test_a_loss_of_keras_under_another_name_is_known():
 
 @pytest.mark.parametrize("rows", [WIDTH, 2 * WIDTH])
 def test_a_loss_over_the_axis_of_rows_is_refused_whatever_the_sizes(rows):
-    trainer = fa.Trainer(model(), "sgd", lambda y, p: ops.sum(ops.square(y - p), axis=0), jit_compile=False)
+    trainer = fa.Trainer(
+        model(), "sgd", lambda y, p: ops.sum(ops.square(y - p), axis=0), jit_compile=False
+    )
     with pytest.raises(ValueError, match="whatever the number of examples"):
         trainer.fit(X[: 2 * rows], Y[: 2 * rows], batch_size=rows, verbose=0)
 
@@ -156,7 +175,10 @@ def test_a_quantised_head_is_named_and_the_remedy_works():
     quantised = keras.Sequential(made)
     quantised.layers[-1].quantize("int8")
     trainer = fa.Trainer(quantised, "sgd", fa.LinearCrossEntropy(head="head"), jit_compile=False)
-    with pytest.raises(ValueError, match=r"head 'head' \(Dense\) is quantised to int8.*SparseCategoricalCrossentropy"):
+    with pytest.raises(
+        ValueError,
+        match=r"head 'head' \(Dense\) is quantised to int8.*SparseCategoricalCrossentropy",
+    ):
         trainer.fit(X, CLASSES, batch_size=8, verbose=0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     fa.Trainer(quantised, "sgd", loss, jit_compile=False).fit(X, CLASSES, batch_size=8, verbose=0)
@@ -169,7 +191,9 @@ def doubled_accuracy(y_true, y_pred):
 
 def test_a_decorated_metric_is_not_keras_s():
     linear = keras.Sequential([keras.Input((5,)), keras.layers.Dense(WIDTH)])
-    trainer = fa.Trainer(linear, "sgd", fa.LinearCrossEntropy(), [doubled_accuracy], jit_compile=False)
+    trainer = fa.Trainer(
+        linear, "sgd", fa.LinearCrossEntropy(), [doubled_accuracy], jit_compile=False
+    )
     with pytest.raises(ValueError, match="need the logits"):
         trainer.fit(X, CLASSES, batch_size=8, verbose=0)
 
@@ -250,7 +274,9 @@ def linear(y):
 
 def _is_refused_as_mean(regularizer):
     try:
-        added_losses.require_sum_over_rows(types.SimpleNamespace(name="a", activity_regularizer=regularizer))
+        added_losses.require_sum_over_rows(
+            types.SimpleNamespace(name="a", activity_regularizer=regularizer)
+        )
     except ValueError:
         return True
     return False
@@ -261,10 +287,22 @@ PLACES = {
     # name: (question, impostors, renamed originals); the question is answered by False and by True
     "attributes.of_keras, function": (
         of_keras,
-        [wrapped(keras.losses.dice), wrapped(tf_keras.losses.mse), tf.function(wrapped(keras.losses.dice))],
-        [keras.losses.Dice().fn, tf.function(keras.losses.dice), tf_keras.losses.MeanSquaredError().fn],
+        [
+            wrapped(keras.losses.dice),
+            wrapped(tf_keras.losses.mse),
+            tf.function(wrapped(keras.losses.dice)),
+        ],
+        [
+            keras.losses.Dice().fn,
+            tf.function(keras.losses.dice),
+            tf_keras.losses.MeanSquaredError().fn,
+        ],
     ),
-    "attributes.of_keras, class": (of_keras, [impostor("Dense"), impostor("Dense")()], [KERAS.Dense, KERAS.Dense(1)]),
+    "attributes.of_keras, class": (
+        of_keras,
+        [impostor("Dense"), impostor("Dense")()],
+        [KERAS.Dense, KERAS.Dense(1)],
+    ),
     "attributes.of_keras, method": (
         of_keras,
         [subclass(KERAS.Dense)(1).call, wrapped(KERAS.Dense.call)],
@@ -277,12 +315,23 @@ PLACES = {
     ),
     "attributes.function_of": (
         lambda loss: function_of(loss) is not None,
-        [Named(), subclass(keras.losses.Dice, call=own_call)(), types.SimpleNamespace(fn=keras.losses.dice)],
-        [keras.losses.Dice(name="mine"), subclass(keras.losses.Dice)(), tf_keras.losses.MeanSquaredError(name="a")],
+        [
+            Named(),
+            subclass(keras.losses.Dice, call=own_call)(),
+            types.SimpleNamespace(fn=keras.losses.dice),
+        ],
+        [
+            keras.losses.Dice(name="mine"),
+            subclass(keras.losses.Dice)(),
+            tf_keras.losses.MeanSquaredError(name="a"),
+        ],
     ),
     "losses.takes_class_indices": (
         losses.takes_class_indices,
-        [renamed("sparse_categorical_crossentropy"), wrapped(keras.losses.sparse_categorical_crossentropy)],
+        [
+            renamed("sparse_categorical_crossentropy"),
+            wrapped(keras.losses.sparse_categorical_crossentropy),
+        ],
         [
             keras.losses.SparseCategoricalCrossentropy(name="mine"),
             subclass(keras.losses.SparseCategoricalCrossentropy)(),
@@ -291,7 +340,9 @@ PLACES = {
         ],
     ),
     "losses, __call__ of keras": (
-        lambda loss: losses._require_sum_of_rows(loss, "y", keras.KerasTensor((None, 2)), False) or True,
+        lambda loss: (
+            losses._require_sum_of_rows(loss, "y", keras.KerasTensor((None, 2)), False) or True
+        ),
         [impostor("Loss", Named, "keras.src.losses.loss", __call__=lambda self, *y: 1.0)()],
         [subclass(keras.losses.MeanSquaredError)(), Named()],
     ),
@@ -311,10 +362,17 @@ PLACES = {
     ),
     "head._is_reversible": (
         head._is_reversible,
-        [impostor("ReversibleEmbedding")(), subclass(KERAS.ReversibleEmbedding, call=own_call)(3, 2)],
+        [
+            impostor("ReversibleEmbedding")(),
+            subclass(KERAS.ReversibleEmbedding, call=own_call)(3, 2),
+        ],
         [subclass(KERAS.ReversibleEmbedding)(3, 2)],
     ),
-    "head._is_masked": (head._is_masked, [impostor("MaskedLMHead", module="keras_hub.src.layers")()], []),
+    "head._is_masked": (
+        head._is_masked,
+        [impostor("MaskedLMHead", module="keras_hub.src.layers")()],
+        [],
+    ),
     "head, a linear activation": (
         lambda layer: head._require_linear(built(layer), 3) or True,
         [KERAS.Dense(3, linear), KERAS.Dense(3, wrapped(keras.activations.linear))],
@@ -323,7 +381,10 @@ PLACES = {
     "layers._is_dilated": (
         layers._is_dilated,
         [impostor("Conv2D", dilation_rate=(2, 2), data_format="channels_last")()],
-        [subclass(KERAS.Conv2D)(1, 3, dilation_rate=2), subclass(TF_KERAS.Conv2D)(1, 3, dilation_rate=2)],
+        [
+            subclass(KERAS.Conv2D)(1, 3, dilation_rate=2),
+            subclass(TF_KERAS.Conv2D)(1, 3, dilation_rate=2),
+        ],
     ),
     "layers._lookup_class": (
         lambda layer: layers._lookup_class(layer) is not None,
@@ -347,8 +408,16 @@ PLACES = {
     ),
     "keras_models._may_count_rows": (
         lambda layer: not keras_models._may_count_rows(layer),
-        [impostor("Dense")(), KERAS.Dense(1, wrapped(keras.activations.relu)), KERAS.Dense(1, wrapped(tf.nn.relu))],
-        [KERAS.Dense(1, keras.activations.relu), KERAS.Dense(1, tf.nn.relu), KERAS.Dense(1, KERAS.LeakyReLU())],
+        [
+            impostor("Dense")(),
+            KERAS.Dense(1, wrapped(keras.activations.relu)),
+            KERAS.Dense(1, wrapped(tf.nn.relu)),
+        ],
+        [
+            KERAS.Dense(1, keras.activations.relu),
+            KERAS.Dense(1, tf.nn.relu),
+            KERAS.Dense(1, KERAS.LeakyReLU()),
+        ],
     ),
     "keras_models._may_do_more": (
         lambda layer: not keras_models._may_do_more(layer),
@@ -369,32 +438,51 @@ PLACES = {
         lambda kind: not optimizers.is_users(kind(), "minimize"),
         [
             subclass(keras.optimizers.SGD, minimize=wrapped(tf_keras.optimizers.SGD.minimize)),
-            impostor("SGD", tf_keras.optimizers.SGD, "tf_keras.src.optimizers.sgd", minimize=own_call),
+            impostor(
+                "SGD", tf_keras.optimizers.SGD, "tf_keras.src.optimizers.sgd", minimize=own_call
+            ),
         ],
         [subclass(tf_keras.optimizers.SGD)],
     ),
     "untouched_rows._find_forms": (
         lambda kind: _answer(treats_apart, kind) is not None,
         [
-            legacy(_resource_apply_sparse=says_that_it_is("__main__", "OptimizerV2._resource_apply_sparse")),
-            legacy(_resource_apply_sparse=wrapped(tf_keras.optimizers.legacy.SGD._resource_apply_sparse)),
+            legacy(
+                _resource_apply_sparse=says_that_it_is(
+                    "__main__", "OptimizerV2._resource_apply_sparse"
+                )
+            ),
+            legacy(
+                _resource_apply_sparse=wrapped(
+                    tf_keras.optimizers.legacy.SGD._resource_apply_sparse
+                )
+            ),
         ],
         [
             legacy(),
-            legacy(_resource_apply_sparse=tf_keras.optimizers.legacy.Optimizer._resource_apply_sparse),
+            legacy(
+                _resource_apply_sparse=tf_keras.optimizers.legacy.Optimizer._resource_apply_sparse
+            ),
         ],
     ),
-    # Those of tensorflow-addons train in test_untouched_rows.py, Hugging Face's models in tests/zoo.
+    # Those of tensorflow-addons train in test_untouched_rows.py, Hugging Face's models in
+    # tests/zoo.
     "untouched_rows._decays": (
         untouched_rows._decays,
-        [says_that_it_is("tensorflow_addons", "DecoupledWeightDecayExtension._resource_apply_sparse")],
+        [
+            says_that_it_is(
+                "tensorflow_addons", "DecoupledWeightDecayExtension._resource_apply_sparse"
+            )
+        ],
         [],
     ),
     "huggingface._loss_class": (
         huggingface._loss_class,
         [
             types.SimpleNamespace(
-                hf_compute_loss=says_that_it_is("transformers", "TFCausalLanguageModelingLoss.hf_compute_loss")
+                hf_compute_loss=says_that_it_is(
+                    "transformers", "TFCausalLanguageModelingLoss.hf_compute_loss"
+                )
             )
         ],
         [],
@@ -402,7 +490,11 @@ PLACES = {
     # tensorflow-probability's own is refused as a mean over rows is: tests/zoo/test_probability.py.
     "added_losses, a mean over rows": (
         _is_refused_as_mean,
-        [impostor("KLDivergenceRegularizer", keras.regularizers.L2, "tensorflow_probability.layers")()],
+        [
+            impostor(
+                "KLDivergenceRegularizer", keras.regularizers.L2, "tensorflow_probability.layers"
+            )()
+        ],
         [tf.reduce_mean],
     ),
     "callbacks._is": (
@@ -448,7 +540,13 @@ PLACES = {
     ),
     "passes._parts": (
         lambda dataset: bool(passes._parts(dataset, "ShuffleDataset")),
-        [impostor("ShuffleDataset", type(tf.data.Dataset.range(2)), "tensorflow.python.data.ops.shuffle_op")(2)],
+        [
+            impostor(
+                "ShuffleDataset",
+                type(tf.data.Dataset.range(2)),
+                "tensorflow.python.data.ops.shuffle_op",
+            )(2)
+        ],
         [tf.data.Dataset.range(2).shuffle(2, name="mine")],
     ),
 }
@@ -473,38 +571,68 @@ def test_originals_of_keras_hub_are_known():
     keras_hub = pytest.importorskip("keras_hub")
     made = type("Mine", (keras_hub.layers.MaskedLMHead,), {})(vocabulary_size=4, name="mine")
     assert head._is_masked(made)
-    assert metrics.find_values(type("Mine", (keras_hub.metrics.Perplexity,), {})(from_logits=True), -100)
+    assert metrics.find_values(
+        type("Mine", (keras_hub.metrics.Perplexity,), {})(from_logits=True), -100
+    )
     assert package(keras_hub.layers.ReversibleEmbedding) == "keras_hub"
     assert head._is_reversible(type("Mine", (keras_hub.layers.ReversibleEmbedding,), {})(3, 2))
     llama = pytest.importorskip("keras_hub.src.models.llama.llama_attention")
     assert attention._hub_form(type("Mine", (llama.LlamaAttention,), {})(2, 2)) is not None
 
 
-# Reads of `__name__`, `__module__` and `__qualname__`, but in the text of an error or a warning, by function, and why
-# each may.
+# Reads of `__name__`, `__module__` and `__qualname__`, but in the text of an error or a warning, by
+# function, and why each may.
 PLACES_WITH_NAMES = {
     "kernels/origins.py:known_name": "of what is its package's by `package`",
     "kernels/origins.py:package": "finds the module, which must hold the object",
     "kernels/origins.py:_holds": "looks the object up in the module",
-    "kernels/origins.py:_is_defined_in": "tells a class that a function made, whose methods' globals decide",
-    "fastaccum/adapters/attention.py:_hub_form": "a key, of a class that is KerasHub's by `package`",
-    "fastaccum/adapters/huggingface.py:_loss_class": "a key, of a function that is transformers's by `package`",
-    "fastaccum/adapters/untouched_rows.py:_decays": "of a function that is tensorflow-addons's by `package`",
-    "fastaccum/adapters/untouched_rows.py:_find_forms": "of functions that are a package's by `package`; and a message",
-    "fastaccum/training/reading.py:_release_iterators": "of a frame that has ended, whose module Python names",
+    "kernels/origins.py:_is_defined_in": (
+        "tells a class that a function made, whose methods' globals decide"
+    ),
+    "fastaccum/adapters/attention.py:_hub_form": (
+        "a key, of a class that is KerasHub's by `package`"
+    ),
+    "fastaccum/adapters/huggingface.py:_loss_class": (
+        "a key, of a function that is transformers's by `package`"
+    ),
+    "fastaccum/adapters/untouched_rows.py:_decays": (
+        "of a function that is tensorflow-addons's by `package`"
+    ),
+    "fastaccum/adapters/untouched_rows.py:_find_forms": (
+        "of functions that are a package's by `package`; and a message"
+    ),
+    "fastaccum/training/reading.py:_release_iterators": (
+        "of a frame that has ended, whose module Python names"
+    ),
     "fastaccum/adapters/fingerprint.py:_module": "of what is its module's by `package`",
-    "fastaccum/adapters/fingerprint.py:_describe": "part of a description, beside the code; of Python's own modules",
-    "fastaccum/adapters/fingerprint.py:_describe_nest": "part of a description: a nest that holds itself",
-    "fastaccum/adapters/fingerprint.py:_coded": "part of a description; `__init__`, which Python itself finds by name",
-    "fastaccum/adapters/fingerprint.py:_parts": "methods that Python and Keras themselves find by name",
-    "fastaccum/checkpoint/callback_state.py:_kind": "the key in a file, of a class that is Keras's by `of_keras`",
-    "fastaccum/checkpoint/callback_state.py:require_one_resume": "of classes that are Keras's by `of_keras`",
-    "fastaccum/checkpoint/callback_state.py:_stateful": "the key in a file, by which a later process finds a callback",
+    "fastaccum/adapters/fingerprint.py:_describe": (
+        "part of a description, beside the code; of Python's own modules"
+    ),
+    "fastaccum/adapters/fingerprint.py:_describe_nest": (
+        "part of a description: a nest that holds itself"
+    ),
+    "fastaccum/adapters/fingerprint.py:_coded": (
+        "part of a description; `__init__`, which Python itself finds by name"
+    ),
+    "fastaccum/adapters/fingerprint.py:_parts": (
+        "methods that Python and Keras themselves find by name"
+    ),
+    "fastaccum/checkpoint/callback_state.py:_kind": (
+        "the key in a file, of a class that is Keras's by `of_keras`"
+    ),
+    "fastaccum/checkpoint/callback_state.py:require_one_resume": (
+        "of classes that are Keras's by `of_keras`"
+    ),
+    "fastaccum/checkpoint/callback_state.py:_stateful": (
+        "the key in a file, by which a later process finds a callback"
+    ),
     "fastaccum/checkpoint/state.py:plain": "the value in a file of what JSON does not hold",
     "fastaccum/adapters/interceptors.py:_place": "the name that a layer's class keeps",
     "fastaccum/addons.py:_other_finders": "of this module's own finder",
     "fastaccum/lines.py:_is_inner": "of a frame's globals: which line a warning names",
-    "fastaccum/step/compile_cache.py:number_by_function": "numbers the names of a trace; chance ones only cost a hit",
+    "fastaccum/step/compile_cache.py:number_by_function": (
+        "numbers the names of a trace; chance ones only cost a hit"
+    ),
     # Values of messages, which are made apart from their text.
     "fastaccum/adapters/added_losses.py:require_sum_over_rows": "a message",
     "fastaccum/adapters/head.py:_require_linear": "a message",
@@ -518,7 +646,9 @@ PLACES_WITH_NAMES = {
     "fastaccum/checkpoint/saver.py:Saver._wait": "a message",
     "fastaccum/data/datasets.py:DatasetSource.__init__": "a message",
     "fastaccum/distribute/replicas.py:replicas_for": "a message",
-    "fastaccum/distribute/workers.py:abort_peers_on_error.call": "a message, and the name of a thread",
+    "fastaccum/distribute/workers.py:abort_peers_on_error.call": (
+        "a message, and the name of a thread"
+    ),
     "fastaccum/distribute/workers.py:Workers.report": "a message",
     "fastaccum/memory/guard.py:Guard.error": "a message",
     "fastaccum/step/compilable.py:_called": "a message",
@@ -541,12 +671,22 @@ def _is_text_of_an_error(node):
 
 
 def _reads_of_names(path):
-    """Yields the functions of a file that read such a name other than in the text of an error or a warning."""
+    """Yields the functions of a file that read such a name other than in the text of an error or a
+    warning.
+    """
     tree = ast.parse(path.read_text())
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
-        attribute = isinstance(node, ast.Attribute) and node.attr in ("__name__", "__module__", "__qualname__")
-        text = isinstance(node, ast.Constant) and node.value in ("__name__", "__module__", "__qualname__")
+        attribute = isinstance(node, ast.Attribute) and node.attr in (
+            "__name__",
+            "__module__",
+            "__qualname__",
+        )
+        text = isinstance(node, ast.Constant) and node.value in (
+            "__name__",
+            "__module__",
+            "__qualname__",
+        )
         if not (attribute or text):
             continue
         around = [node]
@@ -555,12 +695,19 @@ def _reads_of_names(path):
         in_text = any(isinstance(each, ast.JoinedStr) for each in around)
         if in_text and any(map(_is_text_of_an_error, around)):
             continue
-        functions = [each.name for each in around if isinstance(each, (ast.FunctionDef, ast.ClassDef))]
+        functions = [
+            each.name for each in around if isinstance(each, (ast.FunctionDef, ast.ClassDef))
+        ]
         yield f"{path.relative_to(ROOT)}:{'.'.join(reversed(functions))}"
 
 
 def test_every_read_of_a_name_is_listed():
     folders = (ROOT / "fastaccum", ROOT / "kernels")
-    files = [path for folder in folders for path in folder.rglob("*.py") if "fastaccum/kernels" not in str(path)]
+    files = [
+        path
+        for folder in folders
+        for path in folder.rglob("*.py")
+        if "fastaccum/kernels" not in str(path)
+    ]
     found = {place for path in files for place in _reads_of_names(path)}
     assert found == set(PLACES_WITH_NAMES)

@@ -1,4 +1,6 @@
-"""Makes the default model of the command small: what the command refuses and writes does not depend on its size."""
+"""Makes the default model of the command small: what the command refuses and writes does not depend
+on its size.
+"""
 
 import pytest
 

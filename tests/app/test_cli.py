@@ -56,14 +56,19 @@ def rows_of(folder):
     if not (folder / "metrics.csv").exists():
         return []
     with open(folder / "metrics.csv", newline="") as file:
-        return [{key: float(value) for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
+        return [
+            {key: float(value) for key, value in row.items() if value != ""}
+            for row in csv.DictReader(file)
+        ]
 
 
 def held_out_bits(folder):
     """What the saved model reaches on the held-out windows, computed with Keras alone."""
     model = keras.models.load_model(folder / "model.keras", compile=False)
     x, y = text.spread_windows(text.split([TEXT])[1], context=128, most=512)
-    return float(keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, model(x), True))) / math.log(2)
+    return float(
+        keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, model(x), True))
+    ) / math.log(2)
 
 
 @pytest.mark.faults
@@ -105,7 +110,16 @@ def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source
 def test_ctrl_c_saves_what_was_learned(tmp_path, source):
     has_addons = importlib.util.find_spec("tensorflow_addons") is not None
     optimizer = "tfa:LAMB" if has_addons else "lamb"
-    options = ["--steps", "20000", "--batch-size", "1", "--accum", "2", "--precision", "mixed_float16"]
+    options = [
+        "--steps",
+        "20000",
+        "--batch-size",
+        "1",
+        "--accum",
+        "2",
+        "--precision",
+        "mixed_float16",
+    ]
     process = start(["train", source, *options, "--optimizer", optimizer], tmp_path, TINY)
     folder = tmp_path / "runs" / f"nano-{optimizer.lower().replace(':', '-')}-seed0"
     deadline = time.monotonic() + 240
@@ -141,22 +155,28 @@ def wait_for(path, process):
 def what_was_learned(folder):
     """Every tensor of the last checkpoint, and the bytes of metrics.csv."""
     tensors = {
-        name: tensor.numpy().tobytes() for name, tensor in store.latest(folder / "checkpoints").tensors().items()
+        name: tensor.numpy().tobytes()
+        for name, tensor in store.latest(folder / "checkpoints").tensors().items()
     }
     return {"tensors": tensors, "rows": (folder / "metrics.csv").read_bytes()}
 
 
 @pytest.mark.faults
 def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
-    """SIGKILL, Ctrl-C, then SIGTERM, each in mid-run; the last row is short. What goes on takes compiled programs from
-    the cache, as runs do unless they are told otherwise.
+    """SIGKILL, Ctrl-C, then SIGTERM, each in mid-run; the last row is short. What goes on takes
+    compiled programs from the cache, as runs do unless they are told otherwise.
     """
     cache = {"FASTACCUM_COMPILE_CACHE": str(tmp_path / "cache")}
     options = ["--steps", "301", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "20"]
     whole = start(["train", source, *options, "--out", "whole"], tmp_path, TINY)  # compiles
     process = start(["train", source, *options, "--out", "ended"], tmp_path, TINY, **cache)
     folder, moved = tmp_path / "ended", tmp_path / "moved"
-    ends = [(20, signal.SIGKILL, -9), (100, signal.SIGINT, 130), (180, signal.SIGTERM, 143), (301, None, 0)]
+    ends = [
+        (20, signal.SIGKILL, -9),
+        (100, signal.SIGINT, 130),
+        (180, signal.SIGTERM, 143),
+        (301, None, 0),
+    ]
     for step, end, code in ends:
         wait_for(folder / "checkpoints" / f"step-{step:08d}", process)
         if end is not None:
@@ -174,7 +194,8 @@ def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
     expected = what_was_learned(tmp_path / "whole")
     assert what_was_learned(folder) == expected and rows_of(folder)[-1]["step"] == 301
 
-    # Complete: nothing is trained, and what it leaves is written again. It may lie elsewhere by then.
+    # Complete: nothing is trained, and what it leaves is written again. It may lie elsewhere by
+    # then.
     folder.rename(moved)
     (moved / "model.keras").unlink()
     (moved / "metrics.csv").write_bytes(b"of nobody's")  # which is never read
@@ -189,14 +210,19 @@ def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
 def began(tmp_path, source, monkeypatch):
     """The folder "run" of a run that has not trained yet, in the working directory."""
     monkeypatch.chdir(tmp_path)
-    run = app_run.Run(options.parse(["train", str(source), "--batch-size", "2", "--accum", "1", "--steps", "4"]))
+    run = app_run.Run(
+        options.parse(["train", str(source), "--batch-size", "2", "--accum", "1", "--steps", "4"])
+    )
     return app_run.begin("run", "", run.config)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda run: (run / "config.json").unlink(), "'run/config.json' is not there: name a folder that"),
+        (
+            lambda run: (run / "config.json").unlink(),
+            "'run/config.json' is not there: name a folder that",
+        ),
         (lambda run: (run / "config.json").write_text("[1]"), "list indices must be integers"),
         (lambda run: (run / "config.json").write_text("{"), "JSONDecodeError"),
         (lambda run: (run / "config.json").write_text('{"a":' * 100_000), "RecursionError"),
@@ -209,7 +235,10 @@ def began(tmp_path, source, monkeypatch):
             lambda run: (run.parent / "source.txt").write_bytes(TEXT + b"."),
             "the text has changed since the run began: its text_sha256 was",
         ),
-        (lambda run: (run / "checkpoints" / "step-00000020").mkdir(parents=True), "None of the 1 checkpoints in"),
+        (
+            lambda run: (run / "checkpoints" / "step-00000020").mkdir(parents=True),
+            "None of the 1 checkpoints in",
+        ),
     ],
 )
 def test_a_folder_that_is_no_runs_is_refused(began, capsys, change, message):
@@ -233,7 +262,18 @@ def test_a_run_is_extended_as_fit_with_more_epochs_is(tmp_path, source, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(app_run, "ROWS", 7)  # rows of 3 steps: the 20th step ends a shorter one
     monkeypatch.setattr(train.text, "generate", lambda *_, **__: b"")
-    began_with = ["train", str(source), "--steps", "20", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "4"]
+    began_with = [
+        "train",
+        str(source),
+        "--steps",
+        "20",
+        "--batch-size",
+        "1",
+        "--accum",
+        "2",
+        "--checkpoint-every",
+        "4",
+    ]
     printed = said(capsys, *began_with, "--out", "run")
     (speed,) = re.findall(r"speed +([\d,]+) tokens \(bytes\) a second", printed)
     assert 128 < int(speed.replace(",", "")) < 10**8
@@ -242,7 +282,9 @@ def test_a_run_is_extended_as_fit_with_more_epochs_is(tmp_path, source, monkeypa
 
     # A failure on the way: the run goes on to its new end, not to the old one.
     with monkeypatch.context() as failing:
-        failing.setattr(train.Recorder, "on_epoch_begin", fail_after(26, train.Recorder.on_epoch_begin))
+        failing.setattr(
+            train.Recorder, "on_epoch_begin", fail_after(26, train.Recorder.on_epoch_begin)
+        )
         assert cli.main(["train", "--resume", "run", "--steps", "30"]) == 1
     printed = capsys.readouterr().out
     rule = "which falls to 8e-05 over the first 20 steps, and then stays there"
@@ -252,8 +294,11 @@ def test_a_run_is_extended_as_fit_with_more_epochs_is(tmp_path, source, monkeypa
 
     rows = rows_of(tmp_path / "run")
     assert rows[:7] == after_20
-    assert [row["step"] for row in rows[7:]] == [21, 24, 27, 30]  # first the rest of the row that was cut short
-    assert rows[-1]["held_out_bits_per_byte"] == pytest.approx(held_out_bits(tmp_path / "run"), abs=1e-4)
+    # first the rest of the row that was cut short
+    assert [row["step"] for row in rows[7:]] == [21, 24, 27, 30]
+    assert rows[-1]["held_out_bits_per_byte"] == pytest.approx(
+        held_out_bits(tmp_path / "run"), abs=1e-4
+    )
     weights = keras.models.load_model("run/model.keras", compile=False).get_weights()
 
     # The same Trainer, whose schedule is of 20 steps, in one fit of 30.
@@ -269,14 +314,20 @@ def test_a_run_is_extended_as_fit_with_more_epochs_is(tmp_path, source, monkeypa
     # It is as long as it is: a shorter run is refused, and the same length trains nothing.
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", "--resume", "run", "--steps", "20"])
-    assert "--steps 20: the run in run is one of 30: leave --steps out, or give more" in capsys.readouterr().err
+    assert (
+        "--steps 20: the run in run is one of 30: leave --steps out, or give more"
+        in capsys.readouterr().err
+    )
     printed = said(capsys, "train", "--resume", "run", "--steps", "30")
     assert "training was complete" in printed and "a second" not in printed
     assert rows_of(tmp_path / "run") == rows
     rewrite(tmp_path / "run", extended_to_steps=19)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", "--resume", "run"])
-    assert "extended_to_steps=19 must be a whole number from 20 to 1000000000" in capsys.readouterr().err
+    assert (
+        "extended_to_steps=19 must be a whole number from 20 to 1000000000"
+        in capsys.readouterr().err
+    )
 
 
 def fail_after(steps, method):
@@ -300,12 +351,21 @@ def rewrite(run, **values):
 
 @pytest.mark.faults
 def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
-    """Whatever of them config.json is made to say: the checkpoint knows those that it was made with."""
+    """Whatever of them config.json is made to say: the checkpoint knows those that it was made
+    with.
+    """
     monkeypatch.setitem(PRESETS, "micro", {**PRESETS["nano"], "width": 32})
     monkeypatch.setattr(train.text, "generate", lambda *_, **__: b"")
     assert cli.main(["train", "--resume", "run"]) == 0
     before = what_was_learned(began)
-    others = {"steps": 5, "lr": 0.5, "optimizer": "lion", "precision": "mixed_bfloat16", "preset": "micro", "seed": 7}
+    others = {
+        "steps": 5,
+        "lr": 0.5,
+        "optimizer": "lion",
+        "precision": "mixed_bfloat16",
+        "preset": "micro",
+        "seed": 7,
+    }
     for name, value in [*others.items(), ("checkpoint_every", 3), ("batch_size", 1)]:
         shutil.copy(began / "config.json", "kept")
         rewrite(began, **{name: value}, **({"accum": 2} if name == "batch_size" else {}))
@@ -333,13 +393,31 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
     [
         ([], "COMMAND"),
         (["nosuch"], "invalid choice: 'nosuch' (choose from"),
-        (["train", "--resume", "empty"], "--resume 'empty': 'empty/config.json' is not there: name a folder that"),
-        (["train", "--resume", "/nonexistent"], "'/nonexistent/config.json' is not there: name a folder that"),
-        (["train", "--resume", "short.txt"], "'short.txt/config.json' is not there: name a folder that"),
-        (["train", "--resume", "used", "--steps", "3", "--lr=0.004", "SOURCE"], "leave out --lr, FILE or FOLDER"),
-        (["train", "--checkpoint-every", "0"], "--checkpoint-every: '0' must be a whole number from 1 to 1000000000"),
+        (
+            ["train", "--resume", "empty"],
+            "--resume 'empty': 'empty/config.json' is not there: name a folder that",
+        ),
+        (
+            ["train", "--resume", "/nonexistent"],
+            "'/nonexistent/config.json' is not there: name a folder that",
+        ),
+        (
+            ["train", "--resume", "short.txt"],
+            "'short.txt/config.json' is not there: name a folder that",
+        ),
+        (
+            ["train", "--resume", "used", "--steps", "3", "--lr=0.004", "SOURCE"],
+            "leave out --lr, FILE or FOLDER",
+        ),
+        (
+            ["train", "--checkpoint-every", "0"],
+            "--checkpoint-every: '0' must be a whole number from 1 to 1000000000",
+        ),
         (["train", "--steps", "0"], r"--steps: '0' must be a whole number from 1 to 1000000000"),
-        (["train", "--steps", "1000000001"], "--steps: '1000000001' must be a whole number from 1 to 1000000000"),
+        (
+            ["train", "--steps", "1000000001"],
+            "--steps: '1000000001' must be a whole number from 1 to 1000000000",
+        ),
         (["train", "--steps", "9" * 5000], "must be a whole number from 1 to 1000000000"),
         (["train", "--batch-size", "1000001"], "--batch-size: '1000001' must be"),
         (["train", "SOURCE", "--out", "a\0b"], "--out: "),
@@ -348,8 +426,14 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
         (["train", "--resume", "\ud800"], r"\ud800"),
         (["train", "SOURCE", "--a\nb\x1b[2J"], r"unrecognized arguments: --a b\x1b[2J"),
         (["bench", "--from", "SOURCE"], "cannot be read: Expecting value"),
-        (["bench", "--from", "used"], "--from used is no file: name the run.json of an earlier run"),
-        (["bench", "--from", "nope.json"], "--from nope.json is not there: name the run.json of an earlier run"),
+        (
+            ["bench", "--from", "used"],
+            "--from used is no file: name the run.json of an earlier run",
+        ),
+        (
+            ["bench", "--from", "nope.json"],
+            "--from nope.json is not there: name the run.json of an earlier run",
+        ),
         (["bench", "nosuch"], "unknown suite 'nosuch'; the suites are addons"),
         (["bench", "--from", "deep.json"], "maximum recursion depth"),
         (["bench", "--from", "odd.json"], "cannot be written up"),
@@ -364,12 +448,27 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
         (["train", "--preset", "giant"], "--preset: invalid choice: 'giant'"),
         (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is not a name of keras.optimizers"),
         (["train", "--step", "3"], "unrecognized arguments: --step: did you mean --steps?"),
-        (["train", "--batch_size=3"], "unrecognized arguments: --batch_size=3: did you mean --batch-size?"),
+        (
+            ["train", "--batch_size=3"],
+            "unrecognized arguments: --batch_size=3: did you mean --batch-size?",
+        ),
         (["train", "--epochs", "3"], "unrecognized arguments: --epochs: did you mean --steps?"),
-        (["train", "--xyzzy"], "unrecognized arguments: --xyzzy; `fastaccum train --help` lists the options"),
-        (["devices", "all"], "unrecognized arguments: all; `fastaccum devices --help` lists the options"),
-        (["generate", "empty", "--temperature", "-1"], "--temperature: '-1' must be a number from 0 to 1000"),
-        (["generate", "/nonexistent"], "'/nonexistent/model.keras' is not there: `fastaccum train` saves it"),
+        (
+            ["train", "--xyzzy"],
+            "unrecognized arguments: --xyzzy; `fastaccum train --help` lists the options",
+        ),
+        (
+            ["devices", "all"],
+            "unrecognized arguments: all; `fastaccum devices --help` lists the options",
+        ),
+        (
+            ["generate", "empty", "--temperature", "-1"],
+            "--temperature: '-1' must be a number from 0 to 1000",
+        ),
+        (
+            ["generate", "/nonexistent"],
+            "'/nonexistent/model.keras' is not there: `fastaccum train` saves it",
+        ),
         (["generate", "empty"], "'empty/model.keras' is not there"),
         (["generate", "empty", "--prompt", ""], "--prompt '' is empty"),
         (["train", ""], "'' is no file and no folder"),
@@ -380,15 +479,22 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
         (["train", "SOURCE", "--out", "short.txt"], "File exists: 'short.txt'"),
     ],
 )
-def test_bad_arguments_end_with_one_line_that_names_them(tmp_path, source, monkeypatch, capsys, arguments, message):
-    if arguments[:1] == ["bench"] and not Path(cli.__file__).parents[1].joinpath("benchmarks").exists():
+def test_bad_arguments_end_with_one_line_that_names_them(
+    tmp_path, source, monkeypatch, capsys, arguments, message
+):
+    if (
+        arguments[:1] == ["bench"]
+        and not Path(cli.__file__).parents[1].joinpath("benchmarks").exists()
+    ):
         pytest.skip("an installed package has no benchmarks")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "short.txt").write_bytes(b"x" * 200)
     (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "odd.json").write_text(
-        json.dumps(dict.fromkeys(("commit_info", "datetime", "machine_info"), 1) | {"benchmarks": [1]})
+        json.dumps(
+            dict.fromkeys(("commit_info", "datetime", "machine_info"), 1) | {"benchmarks": [1]}
+        )
     )
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
@@ -444,7 +550,9 @@ def test_a_model_continues_a_text(run, capsys):
 
 def test_how_freely_a_text_is_continued(run, capsys):
     def said(*arguments):
-        assert cli.main(["generate", run.name, "--prompt", "line", "--length", "12", *arguments]) == 0
+        assert (
+            cli.main(["generate", run.name, "--prompt", "line", "--length", "12", *arguments]) == 0
+        )
         return capsys.readouterr().out
 
     assert said() == said("--seed", "0", "--temperature", "0.8")
@@ -454,7 +562,9 @@ def test_how_freely_a_text_is_continued(run, capsys):
     # The first byte, by Keras alone.
     ids = np.zeros((1, 8), np.int32)
     ids[0, :4] = list(b"line")
-    scores = keras.saving.load_model(run / "model.keras", compile=False).predict(ids, verbose=0)[0, 3]
+    scores = keras.saving.load_model(run / "model.keras", compile=False).predict(ids, verbose=0)[
+        0, 3
+    ]
     assert likeliest.startswith(text.printable(b"line" + bytes([int(scores.argmax())])))
 
 
@@ -464,7 +574,9 @@ def test_a_model_that_cannot_continue_a_text(run, capsys):
             cli.main(["generate", *arguments])
         return capsys.readouterr().err
 
-    weights = [weight * math.nan for weight in keras.saving.load_model(run / "model.keras").get_weights()]
+    weights = [
+        weight * math.nan for weight in keras.saving.load_model(run / "model.keras").get_weights()
+    ]
     diverged = gpt(256, width=16, layers=1, heads=2, context=8)
     diverged.set_weights(weights)
     diverged.save(run / "model.keras")
@@ -472,7 +584,10 @@ def test_a_model_that_cannot_continue_a_text(run, capsys):
     (run / "model.keras").write_bytes(b"PK")
     assert "model.keras" in said("a run")
     (run / "model.keras").unlink()
-    assert "'a run/model.keras' is not there: `fastaccum train` saves it when training ends" in said("a run")
+    assert (
+        "'a run/model.keras' is not there: `fastaccum train` saves it when training ends"
+        in said("a run")
+    )
 
 
 @pytest.mark.faults
@@ -483,7 +598,11 @@ def test_output_that_nobody_reads_ends_the_command():
     command = [sys.executable, "-m", "fastaccum", "devices"]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr and "Exception" not in ended.stderr
+    assert (
+        ended.returncode == 1
+        and "Traceback" not in ended.stderr
+        and "Exception" not in ended.stderr
+    )
 
 
 def test_interrupted_before_training_began(monkeypatch, capsys):
@@ -499,7 +618,9 @@ def test_help_answers_without_tensorflow():
         "try: main(['train', '--help'])\n"
         "finally: print('tensorflow' in sys.modules)\n"
     )
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert printed.splitlines()[-1] == "False"
     assert all(preset in printed for preset in PRESETS)
 
@@ -507,7 +628,9 @@ def test_help_answers_without_tensorflow():
 def test_what_cannot_fit_is_told_in_the_terminal(source, tmp_path, capsys):
     huge = ["--accum", "1000000", "--batch-size", "1000000"]
     assert cli.main(["train", str(source), *huge, "--out", str(tmp_path / "run")]) == 1
-    assert capsys.readouterr().err.startswith("out of memory: halve --batch-size and double --accum")
+    assert capsys.readouterr().err.startswith(
+        "out of memory: halve --batch-size and double --accum"
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,5 @@
-"""What can happen to `fastaccum train`, in processes of its own: no traceback, and a run that goes on.
+"""What can happen to `fastaccum train`, in processes of its own: no traceback, and a run that goes
+on.
 
 docs/reliability.md has a row for each fault here.
 """
@@ -29,7 +30,11 @@ def start(cwd, arguments, fault="none", environment=(), **options):
     return subprocess.Popen(
         [sys.executable, faulty_command.__file__, fault, *map(str, arguments)],
         cwd=cwd,
-        env={k: v for k, v in {**os.environ, **dict(environment)}.items() if v is not None and k not in left_out},
+        env={
+            k: v
+            for k, v in {**os.environ, **dict(environment)}.items()
+            if v is not None and k not in left_out
+        },
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )
 
@@ -60,7 +65,9 @@ def source(tmp_path):
 
 
 def test_sigterm_and_sigkill_then_a_narrow_terminal(tmp_path, source):
-    """One run: SIGTERM while it evaluates, SIGKILL while it saves the model, and a terminal in ASCII."""
+    """One run: SIGTERM while it evaluates, SIGKILL while it saves the model, and a terminal in
+    ASCII.
+    """
     run = tmp_path / "run"
     first = ["train", source, "--steps", 100, *TINY, "--out", "run"]
     ended(start(tmp_path, first, fault="sigterm_while_evaluating"), 143)
@@ -91,13 +98,17 @@ def test_sigterm_and_sigkill_then_a_narrow_terminal(tmp_path, source):
         except OSError:  # the other end was closed
             pass
     ended(process, 0)
-    assert b"after 100 steps" in printed and b"training was complete" in printed and printed.isascii()
+    assert (
+        b"after 100 steps" in printed and b"training was complete" in printed and printed.isascii()
+    )
     assert {path.name for path in run.iterdir()} == FILES
     assert keras.models.load_model(run / "model.keras", compile=False).count_params() > 0
 
 
 def test_a_run_whose_reader_goes_away(tmp_path, source):
-    """As after `| head -1`: it ends with code 1, and goes on by --resume. A second process is refused meanwhile."""
+    """As after `| head -1`: it ends with code 1, and goes on by --resume. A second process is
+    refused meanwhile.
+    """
     run = tmp_path / "run"
     process = start(tmp_path, ["train", source, *TINY, "--steps", 100_000, "--out", "run"])
     assert process.stdout.readline()
@@ -117,17 +128,27 @@ def test_a_run_whose_reader_goes_away(tmp_path, source):
 
 
 def test_a_run_in_its_own_text(tmp_path):
-    """After SIGTERM the command that was printed continues it, though its folder lies in the text."""
+    """After SIGTERM the command that was printed continues it, though its folder lies in the
+    text.
+    """
     (tmp_path / "source.txt").write_bytes(TEXT)
-    process = start(tmp_path, ["train", ".", "--steps", 100, *TINY], fault="sigterm_while_evaluating")
+    process = start(
+        tmp_path, ["train", ".", "--steps", 100, *TINY], fault="sigterm_while_evaluating"
+    )
     printed, _ = ended(process, 143)
-    (command,) = (line.split(maxsplit=2)[2] for line in printed.splitlines() if line.startswith("to resume"))
+    (command,) = (
+        line.split(maxsplit=2)[2] for line in printed.splitlines() if line.startswith("to resume")
+    )
     printed, _ = ended(start(tmp_path, command.split()[1:]), 0)
     assert "resumed from" in printed and "after 100 steps" in printed
 
 
 def test_ctrl_c_while_it_compiles(tmp_path, source):
-    process = start(tmp_path, ["train", source, "--steps", 100, *TINY, "--out", "run"], fault="sigint_while_compiling")
+    process = start(
+        tmp_path,
+        ["train", source, "--steps", 100, *TINY, "--out", "run"],
+        fault="sigint_while_compiling",
+    )
     printed, errors = ended(process, 130)
     assert "Ctrl-C again to abort" in errors
     assert "after 1 steps" in printed and "fastaccum train --resume run" in printed
@@ -146,12 +167,20 @@ def test_a_full_disk_then_files_over_the_limit(disk, source):
     arguments = ["train", source, "--steps", 100, *TINY, "--checkpoint-every", 75, "--out", "run"]
     _, errors = ended(start(disk, arguments, fault="disk_full_at_step_80"), 1)
     assert errors.endswith(
-        "[Errno 28] No space left on device: 'run/metrics.csv'\nto resume: fastaccum train --resume run\n"
+        "[Errno 28] No space left on device: 'run/metrics.csv'\nto resume: fastaccum train "
+        "--resume run\n"
     )
     assert steps_of(run) == [*range(1, 80)]  # as it was before the row that found no room
     (disk / "filler").unlink()
-    printed, errors = ended(start(disk, ["train", "--resume", "run"], fault="files_limited_at_the_end"), 1)
+    printed, errors = ended(
+        start(disk, ["train", "--resume", "run"], fault="files_limited_at_the_end"), 1
+    )
     assert "75 train steps done" in printed
-    assert errors.endswith("[Errno 27] File too large: 'run/model.keras'\nto resume: fastaccum train --resume run\n")
+    assert errors.endswith(
+        "[Errno 27] File too large: 'run/model.keras'\nto resume: fastaccum train --resume run\n"
+    )
     assert steps_of(run) == [*range(1, 101)]
-    assert {path.name for path in run.iterdir()} == (FILES | {".partial-model.keras"}) - {"curve.png", "model.keras"}
+    assert {path.name for path in run.iterdir()} == (FILES | {".partial-model.keras"}) - {
+        "curve.png",
+        "model.keras",
+    }

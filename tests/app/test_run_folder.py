@@ -32,14 +32,17 @@ def test_runs_that_begin_at_once_have_folders_of_their_own(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     found = []
     threads = [
-        threading.Thread(target=lambda n=n: found.append(begin(None, "runs/nano", {"seed": n}))) for n in range(20)
+        threading.Thread(target=lambda n=n: found.append(begin(None, "runs/nano", {"seed": n})))
+        for n in range(20)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len({*found}) == 20
-    assert {json.loads((path / "config.json").read_text())["seed"] for path in found} == {*range(20)}
+    assert {json.loads((path / "config.json").read_text())["seed"] for path in found} == {
+        *range(20)
+    }
     (tmp_path / "gone").symlink_to("nowhere")
     with pytest.raises(FileExistsError):
         begin(None, "gone/nano", {})
@@ -57,7 +60,10 @@ def test_of_two_runs_with_one_folder_one_has_it(tmp_path, monkeypatch):
 def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_text("whole")
-    with pytest.raises(OSError, match=r"No space left on device: '.*metrics.csv'"), replacing(file) as path:
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*metrics.csv'"),
+        replacing(file) as path,
+    ):
         path.write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert file.read_text() == "whole"
@@ -84,12 +90,16 @@ def test_a_run_that_goes_on_is_not_resumed(tmp_path, monkeypatch, capsys):
     other = subprocess.Popen([sys.executable, "-c", HOLD, "run/checkpoints"], stdin=-1, stdout=-1)
     try:
         assert other.stdout.readline() == b"held\n"
-        assert f"is in use by the process {other.pid}" in refusal(capsys, "train", "--resume", "run")
+        assert f"is in use by the process {other.pid}" in refusal(
+            capsys, "train", "--resume", "run"
+        )
     finally:
         other.communicate()
     assert not (tmp_path / "run" / "metrics.csv").exists()
     with holding("run/checkpoints"):
-        assert "is in use by another fit of this process" in refusal(capsys, "train", "--resume", "run")
+        assert "is in use by another fit of this process" in refusal(
+            capsys, "train", "--resume", "run"
+        )
 
 
 def unlisted(path):
@@ -113,7 +123,8 @@ def test_texts_that_cannot_be_read_twice(tmp_path, capsys, monkeypatch, make, me
     tmp_path.chmod(0o755)
     make(tmp_path / "text")
     try:
-        os.seteuid(65534 if make is unlisted and os.geteuid() == 0 else os.geteuid())  # root may list anything
+        # root may list anything
+        os.seteuid(65534 if make is unlisted and os.geteuid() == 0 else os.geteuid())
         errors = refusal(capsys, "train", "text")
     finally:
         os.seteuid(os.getuid())

@@ -63,7 +63,9 @@ def test_a_file_named_twice_is_read_once(tmp_path):
 
 
 def test_the_files_of_runs_are_no_text(tmp_path):
-    """A run may write into the folder that it reads; a config.json of something else is text as ever."""
+    """A run may write into the folder that it reads; a config.json of something else is text as
+    ever.
+    """
     (tmp_path / "a.txt").write_bytes(b"text")
     alone = text.read_text([tmp_path])
     for folder in (tmp_path / "runs" / "one", tmp_path / "deep" / "er" / "two"):
@@ -109,7 +111,9 @@ def test_bytes_above_127_stay_ids_of_0_to_255():
     assert (x == 255).all() and (y == 255).all()
 
 
-@pytest.mark.parametrize(("length", "most", "windows"), [(9, 5, 2), (101, 5, 5), (5, 5, 1), (41, 100, 10)])
+@pytest.mark.parametrize(
+    ("length", "most", "windows"), [(9, 5, 2), (101, 5, 5), (5, 5, 1), (41, 100, 10)]
+)
 def test_spread_windows_do_not_overlap(length, most, windows):
     x, y = text.spread_windows(np.arange(length), context=4, most=most)
     assert x.shape == (windows, 4)

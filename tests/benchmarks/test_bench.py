@@ -27,7 +27,9 @@ def pytest_benchmark_update_machine_info(config, machine_info):
 
 @pytest.fixture(autouse=True)
 def no_worker(monkeypatch):
-    """A pytest that a test runs must not take itself for an xdist worker, where pytest-benchmark measures nothing."""
+    """A pytest that a test runs must not take itself for an xdist worker, where pytest-benchmark
+    measures nothing.
+    """
     for name in [name for name in os.environ if name.startswith("PYTEST_")]:
         monkeypatch.delenv(name)
 
@@ -50,18 +52,26 @@ def run_of(*extra, date="2026-11-21", **more):
             "versions": {"tensorflow": "2.21.0", "jax": "0.10.2"},
         },
         "commit_info": {"id": "25b2b02d1540697d", "dirty": False},
-        "benchmarks": [{"name": f"test_{i}", "extra_info": info, "stats": {}} for i, info in enumerate(extra)],
+        "benchmarks": [
+            {"name": f"test_{i}", "extra_info": info, "stats": {}} for i, info in enumerate(extra)
+        ],
         **more,
     }
 
 
 def scores_of(values):
     """The `extra_info` of a benchmark with these scores, `{(measure, workload): value}`."""
-    return {"scores": [{"measure": m, "workload": w, "value": v, "note": ""} for (m, w), v in values.items()]}
+    return {
+        "scores": [
+            {"measure": m, "workload": w, "value": v, "note": ""} for (m, w), v in values.items()
+        ]
+    }
 
 
 def result_of(name, run=None, skipped=()):
-    return suites.Result(name, seconds=1.0, passed=1, skipped=dict(skipped), failed={}, output="", run=run)
+    return suites.Result(
+        name, seconds=1.0, passed=1, skipped=dict(skipped), failed={}, output="", run=run
+    )
 
 
 @pytest.mark.faults
@@ -122,7 +132,10 @@ def test_quick_trims_the_workloads_and_series_become_a_chart(tmp_path, capsys):
     assert "skipped: test_growth[MLP 2048], test_growth[ConvNet]" in capsys.readouterr().out
 
     run = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert [benchmark["name"] for benchmark in run["benchmarks"]] == ["test_growth[MLP 128]", "test_more"]
+    assert [benchmark["name"] for benchmark in run["benchmarks"]] == [
+        "test_growth[MLP 128]",
+        "test_more",
+    ]
     assert run["benchmarks"][0]["stats"]["rounds"] == 3
     assert charts.time_by_peer(run, "train step") == {"MLP 128": {"eager loop": 4.25}}
     assert charts.line_charts(run) == {
@@ -171,20 +184,32 @@ def test_what_fails_and_what_is_skipped_is_named(tmp_path, capsys):
     assert "failed: broken: ModuleNotFoundError: No module named 'no_such_module'" in told
     assert "failed: crash: pytest ended with exit code -9" in told
     assert "wrong: 1 passed, 1 skipped, 1 failed" in told
-    assert "failed: test_disagrees: AssertionError: losses of the peer" in told and "seen while it ran" in told
+    assert (
+        "failed: test_disagrees: AssertionError: losses of the peer" in told
+        and "seen while it ran" in told
+    )
     assert "skipped: test_peer: the peer is not installed" in told
     assert told.rstrip().endswith("failed: broken, crash, wrong")
 
     run = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert [name for name, ended in run["suites"].items() if ended["failed"]] == ["broken", "crash", "wrong"]
+    assert [name for name, ended in run["suites"].items() if ended["failed"]] == [
+        "broken",
+        "crash",
+        "wrong",
+    ]
     text = (tmp_path / "out" / "README.md").read_text()
     assert "| a / b " in text
-    assert "- failed in crash: " in text and "- skipped in absent: absent: no_such_peer is not installed" in text
+    assert (
+        "- failed in crash: " in text
+        and "- skipped in absent: absent: no_such_peer is not installed" in text
+    )
 
 
 def test_the_readme_keeps_its_figures_when_a_suite_failed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(readme, "ROOT", tmp_path)  # where there is nothing to rewrite
-    ended = {name: {"seconds": 1.0, "passed": 0, "skipped": {}, "failed": {}} for name in suites.known()}
+    ended = {
+        name: {"seconds": 1.0, "passed": 0, "skipped": {}, "failed": {}} for name in suites.known()
+    }
     ended["fit"]["failed"] = {"test_fit": "losses differ"}
     path = tmp_path / "run.json"
     path.write_text(json.dumps(run_of({}, suites=ended, left_out=[])))
@@ -229,10 +254,17 @@ def test_runs_of_suites_are_merged():
     first = run_of(scores_of({("a", "GPT"): 1.5}))
     first["benchmarks"][0]["stats"] = {"median": 0.5, "data": [0.5, 0.25]}
     second = run_of(scores_of({("b", "GPT"): 2.5}), {}, date="2026-11-22")
-    results = [result_of("none", skipped={"test_jax": "no jax"}), result_of("one", first), result_of("two", second)]
+    results = [
+        result_of("none", skipped={"test_jax": "no jax"}),
+        result_of("one", first),
+        result_of("two", second),
+    ]
     run = suites.merge(results, ["three"], quick=True)
     assert [benchmark["suite"] for benchmark in run["benchmarks"]] == ["one", "two", "two"]
-    assert [(score.measure, score.value) for score in scores.of_run(run)] == [("a", 1.5), ("b", 2.5)]
+    assert [(score.measure, score.value) for score in scores.of_run(run)] == [
+        ("a", 1.5),
+        ("b", 2.5),
+    ]
     assert run["benchmarks"][0]["stats"] == {"median": 0.5}
     assert run["datetime"] == first["datetime"] and run["machine_info"] == first["machine_info"]
     assert run["suites"]["none"]["skipped"] == {"test_jax": "no jax"}
@@ -246,8 +278,13 @@ def test_quick_names_suites_that_exist():
 def test_part_of_the_benchmarks_has_a_folder_of_its_own():
     whole = run_of(suites={"fit": {}, "memory": {}}, left_out=[])
     assert report.folder_name(whole) == "2026-11-21-2-cores"
-    assert report.folder_name({**whole, "left_out": ["attention"]}) == "2026-11-21-2-cores-fit-memory"
-    assert report.folder_name({**whole, "left_out": ["attention"], "quick": True}) == "2026-11-21-2-cores-quick"
+    assert (
+        report.folder_name({**whole, "left_out": ["attention"]}) == "2026-11-21-2-cores-fit-memory"
+    )
+    assert (
+        report.folder_name({**whole, "left_out": ["attention"], "quick": True})
+        == "2026-11-21-2-cores-quick"
+    )
 
 
 def test_an_earlier_run_is_written_up_without_running(tmp_path, capsys):
@@ -261,7 +298,9 @@ def test_an_earlier_run_is_written_up_without_running(tmp_path, capsys):
     growing |= {"x_label": "layers", "y_label": "s"}
     level = {**growing, "line": "LayerStack", "y": [1, 1.25]}
     path = tmp_path / "earlier.json"
-    path.write_text(json.dumps(run_of(scores_of(ratios), {"series": [growing]}, {"series": [level]})))
+    path.write_text(
+        json.dumps(run_of(scores_of(ratios), {"series": [growing]}, {"series": [level]}))
+    )
     assert command.main(["--from", str(path), "--out", str(tmp_path / "out")]) == 0
     assert "reached" in capsys.readouterr().out
 
@@ -271,8 +310,14 @@ def test_an_earlier_run_is_written_up_without_running(tmp_path, capsys):
         "GPT": {"Keras GA default": 0.75},
     }
     assert list(charts.line_charts(run)["first step"]["lines"]) == ["unrolled", "LayerStack"]
-    pictures = {picture.name: picture.stat().st_size for picture in (tmp_path / "out").glob("*.png")}
-    assert set(pictures) == {"train-step-time-by-peer.png", "fit-time-by-peer.png", "first-step.png"}
+    pictures = {
+        picture.name: picture.stat().st_size for picture in (tmp_path / "out").glob("*.png")
+    }
+    assert set(pictures) == {
+        "train-step-time-by-peer.png",
+        "fit-time-by-peer.png",
+        "first-step.png",
+    }
     assert max(pictures.values()) < 150_000
 
 
@@ -295,7 +340,9 @@ def test_what_cannot_be_done_is_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["[]", '{"benchmarks": []}', json.dumps({**run_of(), "benchmarks": 3})])
+@pytest.mark.parametrize(
+    "text", ["[]", '{"benchmarks": []}', json.dumps({**run_of(), "benchmarks": 3})]
+)
 def test_json_that_is_not_a_run_is_refused(text, tmp_path, capsys):
     path = tmp_path / "other.json"
     path.write_text(text)
@@ -318,7 +365,9 @@ def test_the_tables_of_the_readme(tmp_path, monkeypatch):
             Score("attention: time / unfused", "2,048 tokens", 0.5, "ours 1 ms"),
         ]
     )
-    assert "train step: JAX scan / ours" in missing and "train step: eager loop / ours" not in missing
+    assert (
+        "train step: JAX scan / ours" in missing and "train step: eager loop / ours" not in missing
+    )
     assert (tmp_path / "README.md").read_text().splitlines() == [
         "before",
         "<!-- measured -->",
@@ -335,7 +384,8 @@ def test_the_tables_of_the_readme(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(
-    not Path(cli.__file__).parents[1].joinpath("benchmarks").exists(), reason="an installed package has no benchmarks"
+    not Path(cli.__file__).parents[1].joinpath("benchmarks").exists(),
+    reason="an installed package has no benchmarks",
 )
 def test_fastaccum_bench_is_the_same_command(capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", sys.path[:])

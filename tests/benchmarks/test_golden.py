@@ -1,4 +1,6 @@
-"""Programs compiled for an H200 are those that tests/golden describes; `python -m benchmarks.h200 golden` renews it."""
+"""Programs compiled for an H200 are those that tests/golden describes; `python -m benchmarks.h200
+golden` renews it.
+"""
 
 import copy
 import json
@@ -17,14 +19,19 @@ def kept(name):
 @pytest.mark.golden
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.sample if name in ("gpt", "convnet") else ()) for name in golden.PROGRAMS],
+    [
+        pytest.param(name, marks=pytest.mark.sample if name in ("gpt", "convnet") else ())
+        for name in golden.PROGRAMS
+    ],
 )
 def test_the_compiled_program_is_as_described(name):
     before = kept(name)
     if before["versions"] != golden.versions():
         pytest.skip(f"described with {before['versions']}")
     found = golden.differences(before, golden.summarize(golden.PROGRAMS[name]()))
-    assert not found, f"renew it, where that is meant, by `{golden.COMMAND} {name}`:\n" + "\n".join(found)
+    assert not found, f"renew it, where that is meant, by `{golden.COMMAND} {name}`:\n" + "\n".join(
+        found
+    )
 
 
 @pytest.mark.golden
@@ -37,12 +44,16 @@ def test_float16_costs_no_more_than_bfloat16():
 def test_no_gpt_waits_for_the_host_or_multiplies_float32(name):
     described = kept(name)
     assert not any(types.startswith("f32") for types in described["matmuls"])
-    assert [described[fact] for fact in ("unknown trip counts", "conditionals", "host transfers")] == [0, 0, 0]
+    assert [
+        described[fact] for fact in ("unknown trip counts", "conditionals", "host transfers")
+    ] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_unrolled"])
 def test_no_matmul_is_computed_twice(name):
-    """All that a program multiplies is what the model does, and cuDNN's scores once more in its backward pass."""
+    """All that a program multiplies is what the model does, and cuDNN's scores once more in its
+    backward pass.
+    """
     assert kept(name)["TFLOP"] == pytest.approx(programs.Gpt(layers=2).flops / 1e12, rel=0.02)
 
 

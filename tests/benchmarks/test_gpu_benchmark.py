@@ -1,4 +1,6 @@
-"""The GPU benchmark, on the CPU: a program is exported, and run where there is JAX and need be no TensorFlow."""
+"""The GPU benchmark, on the CPU: a program is exported, and run where there is JAX and need be no
+TensorFlow.
+"""
 
 import importlib.util
 import json
@@ -59,7 +61,8 @@ def ran(folder, tmp_path_factory):
 
 
 needs_jax = pytest.mark.skipif(
-    importlib.util.find_spec("jax") is None, reason='exported programs run through JAX: pip install "fastaccum[bench]"'
+    importlib.util.find_spec("jax") is None,
+    reason='exported programs run through JAX: pip install "fastaccum[bench]"',
 )
 
 
@@ -89,7 +92,9 @@ def test_the_program_trains_as_tensorflow_does(ran, program):
     assert f"agree with TensorFlow's on a CPU: {PROGRAM}." in shown
 
 
-@pytest.mark.skipif(importlib.util.find_spec("jax") is not None, reason="JAX is installed, so nothing is skipped")
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax") is not None, reason="JAX is installed, so nothing is skipped"
+)
 def test_what_is_skipped_is_told_by_name(ran):
     result, shown = ran
     assert result["skipped"] == "jax not installed"
@@ -113,8 +118,13 @@ def test_other_weights_are_noticed(folder, program, tmp_path):
     for argument in program["arguments"]:
         if argument["name"] == "final_norm/gamma":
             other = {**argument, "initial": {"fill": 2.0}}
-    arguments = [other if argument["name"] == other["name"] else argument for argument in program["arguments"]]
-    (tmp_path / "manifest.json").write_text(json.dumps({"programs": [{**program, "arguments": arguments}]}))
+    arguments = [
+        other if argument["name"] == other["name"] else argument
+        for argument in program["arguments"]
+    ]
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"programs": [{**program, "arguments": arguments}]})
+    )
     (tmp_path / program["file"]).write_bytes((folder / program["file"]).read_bytes())
     process = command(".run", tmp_path, PROGRAM)
     assert process.returncode == 1
@@ -123,12 +133,26 @@ def test_other_weights_are_noticed(folder, program, tmp_path):
 
 @pytest.mark.parametrize("device, warned", [("NVIDIA H200", False), ("NVIDIA L4", True)])
 def test_the_prediction_stands_beside_what_was_measured(device, warned):
-    about = {"purpose": "time", "preset": "124m", "dtype": "bfloat16", "peak_bytes": 2**30, "losses": [10.8]}
-    about |= {"step_seconds": 0.05, "tokens_per_second": 1e6, "model_flops_utilisation": 0.5, "device": device}
+    about = {
+        "purpose": "time",
+        "preset": "124m",
+        "dtype": "bfloat16",
+        "peak_bytes": 2**30,
+        "losses": [10.8],
+    }
+    about |= {
+        "step_seconds": 0.05,
+        "tokens_per_second": 1e6,
+        "model_flops_utilisation": 0.5,
+        "device": device,
+    }
     predicted = {"device": "H200", "ms": 40.0, "serial_ms": 48.0}
     ours = {**about, "label": "fastaccum", "predicted": predicted}
     text = runner.table([ours, {**about, "label": "JAX scan", "predicted": None}])
-    assert "| fastaccum | 50.0 | 40.0 to 48.0 | 1,000,000 |" in text and "| JAX scan | 50.0 |  | 1,000,000 |" in text
+    assert (
+        "| fastaccum | 50.0 | 40.0 to 48.0 | 1,000,000 |" in text
+        and "| JAX scan | 50.0 |  | 1,000,000 |" in text
+    )
     assert "Predicted for an H200" in text and ("**This is no H200**: NVIDIA L4." in text) == warned
 
 
@@ -148,4 +172,6 @@ def test_an_unknown_program_is_named(folder):
 def test_a_folder_that_holds_no_programs_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         runner.main([str(tmp_path)])
-    assert f"error: {tmp_path / 'manifest.json'} is missing: write it with" in capsys.readouterr().err
+    assert (
+        f"error: {tmp_path / 'manifest.json'} is missing: write it with" in capsys.readouterr().err
+    )

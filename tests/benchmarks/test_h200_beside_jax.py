@@ -1,4 +1,6 @@
-"""Models of images beside Keras's JAX backend: which part a kernel belongs to, and the command with a tiny model."""
+"""Models of images beside Keras's JAX backend: which part a kernel belongs to, and the command with
+a tiny model.
+"""
 
 import os
 import re
@@ -26,18 +28,50 @@ def kernel(kind, scope, shape, flops=0.0, loops=(8,)):
     ("each", "part"),
     [
         (kernel("elementwise", "update/adamw/mul", KERNEL, loops=()), beside_jax.UPDATE),
-        (kernel("attention", f"{JAX}/jvp(mha)/custom_call", ACTIVATIONS, 1.0), beside_jax.ATTENTION),
-        (kernel("convolution", "while/forward/resnet50/conv1_conv/convolution", ACTIVATIONS, 1.0), beside_jax.FORWARD),
+        (
+            kernel("attention", f"{JAX}/jvp(mha)/custom_call", ACTIVATIONS, 1.0),
+            beside_jax.ATTENTION,
+        ),
+        (
+            kernel(
+                "convolution", "while/forward/resnet50/conv1_conv/convolution", ACTIVATIONS, 1.0
+            ),
+            beside_jax.FORWARD,
+        ),
         (kernel("convolution", f"{JAX}/jvp(conv1_conv)/conv", KERNEL, 1.0), beside_jax.FORWARD),
-        (kernel("convolution", f"{OURS}/conv1_conv/Conv2DBackpropInput", ACTIVATIONS, 1.0), beside_jax.DATA),
-        (kernel("gemm", f"{JAX}/transpose(jvp(dense))/dot_general", ACTIVATIONS, 1.0), beside_jax.DATA),
-        (kernel("convolution", f"{OURS}/conv1_conv/Conv2DBackpropFilter", KERNEL, 1.0), beside_jax.WEIGHTS),
-        (kernel("reduce", "while/forward/resnet50/conv1_bn/moments/mean", CHANNELS), beside_jax.STATISTICS),
-        (kernel("reduce", f"{JAX}/transpose(jvp(conv1_bn))/reduce_sum", CHANNELS), beside_jax.STATISTICS),
-        (kernel("reduce", f"{OURS}/conv1_bn_1/batchnorm/mul_1/Sum", (576, 64)), beside_jax.STATISTICS),
+        (
+            kernel("convolution", f"{OURS}/conv1_conv/Conv2DBackpropInput", ACTIVATIONS, 1.0),
+            beside_jax.DATA,
+        ),
+        (
+            kernel("gemm", f"{JAX}/transpose(jvp(dense))/dot_general", ACTIVATIONS, 1.0),
+            beside_jax.DATA,
+        ),
+        (
+            kernel("convolution", f"{OURS}/conv1_conv/Conv2DBackpropFilter", KERNEL, 1.0),
+            beside_jax.WEIGHTS,
+        ),
+        (
+            kernel("reduce", "while/forward/resnet50/conv1_bn/moments/mean", CHANNELS),
+            beside_jax.STATISTICS,
+        ),
+        (
+            kernel("reduce", f"{JAX}/transpose(jvp(conv1_bn))/reduce_sum", CHANNELS),
+            beside_jax.STATISTICS,
+        ),
+        (
+            kernel("reduce", f"{OURS}/conv1_bn_1/batchnorm/mul_1/Sum", (576, 64)),
+            beside_jax.STATISTICS,
+        ),
         (kernel("reduce", f"{OURS}/conv1_conv/Sum", CHANNELS), beside_jax.REDUCES),
-        (kernel("elementwise", f"{JAX}/transpose(jvp(conv1_relu))/mul", ACTIVATIONS), beside_jax.ELEMENTWISE),
-        (kernel("reduce-window", "while/forward/resnet50/pool1_pool/MaxPool", ACTIVATIONS), beside_jax.ELEMENTWISE),
+        (
+            kernel("elementwise", f"{JAX}/transpose(jvp(conv1_relu))/mul", ACTIVATIONS),
+            beside_jax.ELEMENTWISE,
+        ),
+        (
+            kernel("reduce-window", "while/forward/resnet50/pool1_pool/MaxPool", ACTIVATIONS),
+            beside_jax.ELEMENTWISE,
+        ),
         (kernel("convert", f"{OURS}/conv1_conv/Cast", ACTIVATIONS), beside_jax.COPIES),
         (kernel("convert", f"{JAX}/jvp(conv1_conv)/convert", KERNEL), beside_jax.SUMS),
         (kernel("elementwise", "while/accumulate/add", CHANNELS), beside_jax.SUMS),
@@ -53,16 +87,28 @@ def test_the_command_compares_a_tiny_model_with_jax(capfd):
     pytest.importorskip("jax", reason='a peer is JAX: pip install "fastaccum[bench]"')
     command.main(["images", "tiny", "--size", "16", "--batch", "4", "--micro-batches", "2"])
     printed = capfd.readouterr().out
-    ms, theirs, ratio, *_ = map(float, re.search(r"^\| tiny \| (.*) \|$", printed, re.M)[1].split(" | "))
+    ms, theirs, ratio, *_ = map(
+        float, re.search(r"^\| tiny \| (.*) \|$", printed, re.M)[1].split(" | ")
+    )
     assert min(ms, theirs, ratio) > 0
-    for part in (beside_jax.FORWARD, beside_jax.WEIGHTS, beside_jax.STATISTICS, beside_jax.SUMS, beside_jax.UPDATE):
-        _, launches, _, _, their_launches, _ = re.search(rf"^\| {part} \| (.*) \|$", printed, re.M)[1].split(" | ")
+    for part in (
+        beside_jax.FORWARD,
+        beside_jax.WEIGHTS,
+        beside_jax.STATISTICS,
+        beside_jax.SUMS,
+        beside_jax.UPDATE,
+    ):
+        _, launches, _, _, their_launches, _ = re.search(rf"^\| {part} \| (.*) \|$", printed, re.M)[
+            1
+        ].split(" | ")
         assert int(launches.replace(",", "")) and int(their_launches.replace(",", "")), part
 
 
 @pytest.mark.golden
 def test_only_kernels_of_several_pixels_have_their_gradient_from_float32_copies():
-    """The tiny model has a convolution of 3 x 3 and one of 1 x 1 pixels, whose gradient is a product of halves."""
+    """The tiny model has a convolution of 3 x 3 and one of 1 x 1 pixels, whose gradient is a
+    product of halves.
+    """
     program, _ = beside_jax.ours("tiny", beside_jax.Sizes(16, 4, micro_batches=2))
     products = summary.of(program)["matmuls"]
     assert products["f32 x f32 -> f32"] == 2
@@ -97,11 +143,21 @@ def test_jax_trains_the_same_model_by_the_same_update(tmp_path):
     pytest.importorskip("jax", reason='a peer is JAX: pip install "fastaccum[bench]"')
     keras.utils.set_random_seed(0)
     model, rng, path = vision.tiny(8), np.random.default_rng(0), tmp_path / "step.npz"
-    x, y = rng.normal(size=(3, 4, 8, 8, 3)).astype("float32"), rng.integers(0, vision.CLASSES, (3, 4)).astype("int32")
-    np.savez(path, x=x, y=y, **{f"weight {i}": weight for i, weight in enumerate(model.get_weights())})
+    x, y = (
+        rng.normal(size=(3, 4, 8, 8, 3)).astype("float32"),
+        rng.integers(0, vision.CLASSES, (3, 4)).astype("int32"),
+    )
+    np.savez(
+        path, x=x, y=y, **{f"weight {i}": weight for i, weight in enumerate(model.get_weights())}
+    )
     before = model.get_weights()
     environment = {**os.environ, "KERAS_BACKEND": "jax"}
-    subprocess.run([sys.executable, "-c", TRAINED_BY_JAX, path], check=True, cwd=beside_jax.ROOT, env=environment)
+    subprocess.run(
+        [sys.executable, "-c", TRAINED_BY_JAX, path],
+        check=True,
+        cwd=beside_jax.ROOT,
+        env=environment,
+    )
     result = fa.Trainer(model, vision.optimizer(), vision.loss(), clip_norm=1.0).train_step((x, y))
     theirs = np.load(path)
     np.testing.assert_allclose(theirs["loss"], result.loss, rtol=1e-6)

@@ -1,4 +1,6 @@
-"""The report on programs compiled for an H200: which part a kernel belongs to, and what is printed of figures."""
+"""The report on programs compiled for an H200: which part a kernel belongs to, and what is printed
+of figures.
+"""
 
 import dataclasses
 import json
@@ -24,11 +26,19 @@ def kernel(scope, kind="elementwise", loops=(8, 4), results=(("bf16", (8, 2048, 
     [
         (kernel("jit(train_step)/optimizer/add", loops=()), parts.UPDATE),
         (kernel(f"{BODY}/transpose(jvp(loss))/btd,vd->btv/dot_general", "gemm"), parts.LOSS),
-        (kernel("call.14/gradient_tape/forward/linear_cross_entropy/while/BatchMatMulV3", "gemm"), parts.LOSS),
+        (
+            kernel(
+                "call.14/gradient_tape/forward/linear_cross_entropy/while/BatchMatMulV3", "gemm"
+            ),
+            parts.LOSS,
+        ),
         (kernel(f"{BLOCKS}/rematted_computation/mlp/dot_general", "gemm"), parts.RECOMPUTED),
         (kernel(f"{BLOCKS}/mlp/dot_general", "gemm"), parts.MATMULS),
         (kernel(f"{STACK}/backward/transformer_block/Gelu/mul"), parts.RECOMPUTED),
-        (kernel(f"{STACK}/backward/gradient_tape/transformer_block/mlp_in/MatMul", "gemm"), parts.MATMULS),
+        (
+            kernel(f"{STACK}/backward/gradient_tape/transformer_block/mlp_in/MatMul", "gemm"),
+            parts.MATMULS,
+        ),
         (kernel("while/forward/gpt_1/block_3_1/attention_1/attention/while/Max"), parts.ATTENTION),
         (kernel(f"{BLOCKS}/attention/dot_product/reduce_sum"), parts.ATTENTION),
         (kernel("while/forward/gpt/block_3/attention/qkv/MatMul", "gemm"), parts.MATMULS),
@@ -97,10 +107,13 @@ def test_the_report_has_every_program_picture_and_loss(run, tmp_path):
 
     drawn = pictures.draw(run.found, run.before["programs"], tmp_path)
     text = report.markdown(run, drawn)
-    assert len(drawn) == 3 and all(path.name in text and path.stat().st_size < 200_000 for path in drawn.values())
+    assert len(drawn) == 3 and all(
+        path.name in text and path.stat().st_size < 200_000 for path in drawn.values()
+    )
     assert all(f"\n| {name} |" in text for name in (*cases.OURS, *cases.JAX, *parts.PARTS))
     for row in (
-        "| everything recomputed, cuDNN, 24 layers: ms | 400 | 400 | 1.00 | at most 0.95 | **no** |",
+        "| everything recomputed, cuDNN, 24 layers: ms | 400 | 400 | 1.00 | at most 0.95 | "
+        "**no** |",
         "\n| 5. norms |",
     ):
         assert row in text
@@ -120,9 +133,15 @@ def test_missing_packages_are_named(monkeypatch):
         (["--width", "100"], "--width: '100' is no multiple of 128"),
         (["--file", "no_such_file"], "--file: 'no_such_file' cannot be read"),
         (["--file", __file__], "is no HLO module"),
-        (["--save", "no_such_folder/module"], "--save: 'no_such_folder/module' is a folder, or in none that there is"),
+        (
+            ["--save", "no_such_folder/module"],
+            "--save: 'no_such_folder/module' is a folder, or in none that there is",
+        ),
         (["--half-rate", "-1"], "--half-rate: '-1' is no positive number"),
-        (["--jax", "scan", "--attention", "blockwise"], "--attention: JAX has cudnn and xla, not blockwise"),
+        (
+            ["--jax", "scan", "--attention", "blockwise"],
+            "--attention: JAX has cudnn and xla, not blockwise",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(capsys, arguments, said):

@@ -1,4 +1,6 @@
-"""The reader of optimized GPU programs and the roofline, on programs written by hand and on one that is compiled."""
+"""The reader of optimized GPU programs and the roofline, on programs written by hand and on one
+that is compiled.
+"""
 
 import h200
 import keras
@@ -10,7 +12,8 @@ from benchmarks.h200 import kernels, roofline, summary
 from benchmarks.h200.programs import Compiled, Gpt
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
-# Two computations that others call, then the one under test, the body of a loop of 3 inside a loop of 5.
+# Two computations that others call, then the one under test, the body of a loop of 3 inside a loop
+# of 5.
 MODULE = """\
 HloModule step, is_scheduled=true
 
@@ -58,7 +61,9 @@ def only(body, fused="  ROOT %c = f32[] constant(0)"):
 
 def fusion(fused, *operands, result="f32[4]"):
     """The one kernel of a program that calls a fusion with operands of these types."""
-    given = "".join(f"%p{i} = {type_} get-tuple-element(%state), index=1\n" for i, type_ in enumerate(operands))
+    given = "".join(
+        f"%p{i} = {type_} get-tuple-element(%state), index=1\n" for i, type_ in enumerate(operands)
+    )
     names = ", ".join(f"%p{i}" for i in range(len(operands)))
     return only(f"{given}ROOT %f = {result} fusion({names}), kind=kLoop, calls=%fused", fused)
 
@@ -81,14 +86,20 @@ def test_a_matmul_in_a_fusion():
 
 
 def test_a_matmul_by_a_library():
-    given = "".join(f"%p{i} = {type_} get-tuple-element(%state), index=1\n" for i, type_ in enumerate(OPERANDS))
+    given = "".join(
+        f"%p{i} = {type_} get-tuple-element(%state), index=1\n" for i, type_ in enumerate(OPERANDS)
+    )
     kernel = only(
         given
         + 'ROOT %call = (f32[8,16]{1,0}, s8[4096]{0}) custom-call(%p0, %p1, %p2), custom_call_target="__cublas$gemm", '
         'backend_config={"gemm_backend_config":{"beta":1,"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],'
         '"rhs_contracting_dimensions":["0"]}}}'
     )
-    assert (kernel.kind, kernel.types, kernel.flops) == ("gemm", "bf16 x bf16 -> f32", 2 * 64 * 8 * 16)
+    assert (kernel.kind, kernel.types, kernel.flops) == (
+        "gemm",
+        "bf16 x bf16 -> f32",
+        2 * 64 * 8 * 16,
+    )
     assert kernel.bytes == 2 * (64 * 8 + 64 * 16) + 4 * (8 * 16 + 8 * 16), "not the workspace"
 
 
@@ -105,14 +116,20 @@ SLICED = UPDATE + f"%old = {ROW} dynamic-slice(%stack, %i, %zero), dynamic_slice
 @pytest.mark.parametrize(
     ("fused", "elements", "kind"),
     [
-        (UPDATE + f"ROOT %new = {STACK} dynamic-update-slice(%stack, %row, %i, %zero)", 100 + 100, "slice"),
         (
-            SLICED + f"%s = {ROW} add(%old, %row)\nROOT %new = {STACK} dynamic-update-slice(%stack, %s, %i, %zero)",
+            UPDATE + f"ROOT %new = {STACK} dynamic-update-slice(%stack, %row, %i, %zero)",
+            100 + 100,
+            "slice",
+        ),
+        (
+            SLICED
+            + f"%s = {ROW} add(%old, %row)\nROOT %new = {STACK} dynamic-update-slice(%stack, %s, %i, %zero)",
             3 * 100,
             "elementwise",
         ),
         (
-            UPDATE + f"%n = {STACK} negate(%stack)\nROOT %new = {STACK} dynamic-update-slice(%n, %row, %i, %zero)",
+            UPDATE
+            + f"%n = {STACK} negate(%stack)\nROOT %new = {STACK} dynamic-update-slice(%n, %row, %i, %zero)",
             600 + 100 + 600,
             "elementwise",
         ),
@@ -123,7 +140,12 @@ SLICED = UPDATE + f"%old = {ROW} dynamic-slice(%stack, %i, %zero), dynamic_slice
             "slice",
         ),
     ],
-    ids=["a slice is written", "a slice is added to", "the whole is computed anew", "two are written"],
+    ids=[
+        "a slice is written",
+        "a slice is added to",
+        "the whole is computed anew",
+        "two are written",
+    ],
 )
 def test_an_update_in_place_moves_its_slice_alone(fused, elements, kind):
     kernel = fusion(fused, STACK, ROW, ID, result=STACK)
@@ -134,7 +156,9 @@ def test_an_update_counted_as_a_whole_write_is_noticed(monkeypatch):
     monkeypatch.setattr(kernels, "_updates_in_place", lambda result, lines: False)
     with pytest.raises(AssertionError):
         test_an_update_in_place_moves_its_slice_alone(
-            UPDATE + f"ROOT %new = {STACK} dynamic-update-slice(%stack, %row, %i, %zero)", 100 + 100, "slice"
+            UPDATE + f"ROOT %new = {STACK} dynamic-update-slice(%stack, %row, %i, %zero)",
+            100 + 100,
+            "slice",
         )
 
 
@@ -147,13 +171,17 @@ def test_what_is_sliced_or_gathered_is_read_in_part():
         %wide = f64[6,100]{1,0} convert(%stack)
         ROOT %old = f64[1,100]{1,0} dynamic-slice(%wide, %i, %zero), dynamic_slice_sizes={1,100}"""
     )
-    assert fusion(widened, STACK, ROW, ID, result="f64[1,100]{1,0}").bytes == 4 * (100 + 1) + 8 * 100
+    assert (
+        fusion(widened, STACK, ROW, ID, result="f64[1,100]{1,0}").bytes == 4 * (100 + 1) + 8 * 100
+    )
     both = """\
         %p = f32[10,8]{1,0} parameter(0)
         %low = f32[6,8]{1,0} slice(%p), slice={[0:6], [0:8]}
         %high = f32[6,8]{1,0} slice(%p), slice={[4:10], [0:8]}
         ROOT %s = f32[6,8]{1,0} add(%low, %high)"""
-    assert fusion(both, "f32[10,8]{1,0}", result="f32[6,8]{1,0}").bytes == 4 * (80 + 48), "never more than all of it"
+    assert fusion(both, "f32[10,8]{1,0}", result="f32[6,8]{1,0}").bytes == 4 * (80 + 48), (
+        "never more than all of it"
+    )
     rows = """\
         %table = f32[1000,64]{1,0} parameter(0)
         %ids = s32[20,1]{1,0} parameter(1)
@@ -168,7 +196,9 @@ def test_a_scatter_reads_and_writes_the_rows_that_it_adds_to():
         %ids = s32[20,1]{1,0} parameter(1)
         %rows = f32[20,64]{1,0} parameter(2)
         ROOT %s = f32[1000,64]{1,0} scatter(%table, %ids, %rows), update_window_dims={1}, to_apply=%sum"""
-    kernel = fusion(fused, "f32[1000,64]{1,0}", "s32[20,1]{1,0}", "f32[20,64]{1,0}", result="f32[1000,64]{1,0}")
+    kernel = fusion(
+        fused, "f32[1000,64]{1,0}", "s32[20,1]{1,0}", "f32[20,64]{1,0}", result="f32[1000,64]{1,0}"
+    )
     assert (kernel.kind, kernel.bytes) == ("scatter", 4 * (3 * 20 * 64 + 20))
 
 
@@ -195,7 +225,11 @@ custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_co
 
 @pytest.mark.parametrize(
     ("body", "products"),
-    [(FMHA, 1), (FMHA.replace("CAUSAL", "NO_MASK"), 2), (FMHA.replace("Softmax", "SoftmaxBackward"), 2.5)],
+    [
+        (FMHA, 1),
+        (FMHA.replace("CAUSAL", "NO_MASK"), 2),
+        (FMHA.replace("Softmax", "SoftmaxBackward"), 2.5),
+    ],
     ids=["causal", "full", "backward"],
 )
 def test_attention_by_cudnn(body, products):
@@ -205,7 +239,8 @@ def test_attention_by_cudnn(body, products):
     assert kernel.bytes == 2 * 4 * (2 * 4 * 32 * 16) + 4 * (2 * 4 * 32)
 
 
-# An image of 9 x 9, 3 x 3 weights, every second place, one row and column of padding on either side.
+# An image of 9 x 9, 3 x 3 weights, every second place, one row and column of padding on either
+# side.
 CONVOLUTION = """\
 %image = f16[2,9,9,4]{3,2,1,0} get-tuple-element(%state), index=1
 %weights = f16[3,3,4,8]{3,2,1,0} get-tuple-element(%state), index=1
@@ -292,7 +327,13 @@ def test_a_kernel_takes_the_longest_of_its_parts():
     found = roofline.predict(each, rates)
     assert [timed.ms for timed in found.kernels] == pytest.approx([8.0, 32.0, 2.0, 1.0, 24e-3])
     assert found.ms == pytest.approx(43.024)
-    parts = 8 * (1 + 1e-3 + 1e-3) + 16 * (2 + 1e-3 + 1e-3) + (2 + 1e-3 + 1e-3) + (1 + 1e-3) + 24 * (1e-6 + 1e-3)
+    parts = (
+        8 * (1 + 1e-3 + 1e-3)
+        + 16 * (2 + 1e-3 + 1e-3)
+        + (2 + 1e-3 + 1e-3)
+        + (1 + 1e-3)
+        + 24 * (1e-6 + 1e-3)
+    )
     assert found.serial_ms == pytest.approx(parts)
     assert found.launches(8) == 1 + 2 + 3
     assert found.mfu(1e9) == pytest.approx(1 / 43.024)
@@ -313,14 +354,18 @@ def test_flops_of_a_step_are_those_that_xla_counts(stacked):
     with h200.weightless():
         model = fa.gpt(8192, 512, 1024, 2, 8, tied=True, stacked=stacked, dtype="mixed_bfloat16")
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        exported = h200.export_step(fa.Trainer(model, keras.optimizers.AdamW(1e-4), loss), (ids, ids))
+        exported = h200.export_step(
+            fa.Trainer(model, keras.optimizers.AdamW(1e-4), loss), (ids, ids)
+        )
     text, _ = h200.compile_for_h200(exported)
     matmuls = sum(kernel.flops for kernel in kernels.read(text) if kernel.kind == "gemm")
     assert matmuls == pytest.approx(h200.cost_analysis(text)["flops"], rel=0.02)
 
 
 def test_a_summary_tells_what_a_program_comes_to():
-    text = program("ROOT %f = f32[8,16]{1,0} fusion(%state, %state, %state), kind=kCustom, calls=%fused", DOT)
+    text = program(
+        "ROOT %f = f32[8,16]{1,0} fusion(%state, %state, %state), kind=kCustom, calls=%fused", DOT
+    )
     compiled = Compiled(text, MemoryAnalysis(0, 0, 0, 2 * 10**9), 5, flops=1e9)
     totals = summary.of(compiled)
     assert totals["launches a micro-batch"] == 3

@@ -1,5 +1,6 @@
-"""The planner's choices under one limit for the models of `python -m benchmarks.memory plan`, which takes three; those
-that the zoo has are tried there."""
+"""The planner's choices under one limit for the models of `python -m benchmarks.memory plan`, which
+takes three; those that the zoo has are tried there.
+"""
 
 import pytest
 

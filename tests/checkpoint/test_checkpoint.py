@@ -33,7 +33,11 @@ EPOCHS, STEPS = 3, 12
 
 def make(units=4, optimizer=None, accumulation=3, activation="relu", loss="mse", **options):
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(units, activation=activation), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+    layers = [
+        keras.layers.Dense(units, activation=activation),
+        keras.layers.Dropout(0.3),
+        keras.layers.Dense(1),
+    ]
     model = keras.Sequential([keras.Input((4,)), *layers])
     optimizer = optimizer or keras.optimizers.Adam(0.01)
     return fa.Trainer(model, optimizer, loss, gradient_accumulation_steps=accumulation, **options)
@@ -46,7 +50,9 @@ def fit(trainer, folder, x=X, y=Y, callbacks=(), every=2, batch_size=8, keep=3, 
 
 
 class Run:
-    """One trainer, so one compilation, for all tests: stopped in its second epoch, and trained to the end."""
+    """One trainer, so one compilation, for all tests: stopped in its second epoch, and trained to
+    the end.
+    """
 
     def __init__(self, folder):
         self.trainer = make()
@@ -105,7 +111,10 @@ def test_the_document_names_tests_that_exist():
         re.findall(r"^\|.*", section, re.MULTILINE)[2:]
         for title in ("## Bad numbers", "## Faults injected")
         for section in [
-            (tests.parent / "docs" / "reliability.md").read_text().partition(title)[2].partition("\n## ")[0]
+            (tests.parent / "docs" / "reliability.md")
+            .read_text()
+            .partition(title)[2]
+            .partition("\n## ")[0]
         ]
     )
     assert len(faults) >= 20 and len(numbers) >= 10
@@ -127,7 +136,11 @@ def test_the_document_names_tests_that_exist():
 def test_the_folder(run):
     assert run.steps == ["step-00000006", "step-00000004", "step-00000002"]
     path = run.folder / "stopped" / run.steps[0]
-    assert sorted(f.name for f in path.iterdir()) == ["manifest.json", "state.data-00000-of-00001", "state.index"]
+    assert sorted(f.name for f in path.iterdir()) == [
+        "manifest.json",
+        "state.data-00000-of-00001",
+        "state.index",
+    ]
     latest = store.latest(path.parent)
     assert (latest.path, latest.step, latest.epoch) == (path, 6, 1)
     assert list(latest.history) == ["grad_norm", "loss", "loss_scale", "skipped_steps"]
@@ -138,7 +151,9 @@ def test_nothing_is_unpickled(run, tmp_path):
     """CPython announces every class that a pickle names."""
     seen = []
     watching = [True]
-    sys.addaudithook(lambda event, _: seen.append(event) if watching and event == "pickle.find_class" else None)
+    sys.addaudithook(
+        lambda event, _: seen.append(event) if watching and event == "pickle.find_class" else None
+    )
     run.begin(tmp_path)
     run.goes_on(tmp_path)
     watching.clear()
@@ -166,7 +181,9 @@ DAMAGE = {
     "flipped bit in tensors": (lambda p: flip(p / DATA), "cannot be read"),
     "flipped bit in index": (lambda p: flip(p / INDEX, 20), "cannot be read"),
     "flipped bit in manifest": (
-        lambda p: (p / MANIFEST).write_text((p / MANIFEST).read_text().replace('"epoch": 1', '"epoch": 0', 1)),
+        lambda p: (p / MANIFEST).write_text(
+            (p / MANIFEST).read_text().replace('"epoch": 1', '"epoch": 0', 1)
+        ),
         "its checksum differs",
     ),
     "missing tensors": (lambda p: (p / DATA).unlink(), "cannot be read"),
@@ -182,16 +199,27 @@ DAMAGE = {
         "it is of step 4",
     ),
     "tensors of another checkpoint": (
-        lambda p: [shutil.copy(p.parent / "step-00000004" / name, p / name) for name in (DATA, INDEX)],
+        lambda p: [
+            shutil.copy(p.parent / "step-00000004" / name, p / name) for name in (DATA, INDEX)
+        ],
         "its tensors are not those that its manifest.json was written with",
     ),
-    "tensors of no format": (lambda p: (p / INDEX).write_bytes(b"none"), "its tensors cannot be read"),
-    "another program's JSON": (lambda p: (p / MANIFEST).write_text('{"epoch": 3}'), "does not have this format"),
+    "tensors of no format": (
+        lambda p: (p / INDEX).write_bytes(b"none"),
+        "its tensors cannot be read",
+    ),
+    "another program's JSON": (
+        lambda p: (p / MANIFEST).write_text('{"epoch": 3}'),
+        "does not have this format",
+    ),
     "JSON that is no object": (
         lambda p: (p / MANIFEST).write_text("[" * 9999 + "]" * 9999),
         "RecursionError",
     ),
-    "file in place of the folder": (lambda p: (shutil.rmtree(p), p.write_text("")), "Not a directory"),
+    "file in place of the folder": (
+        lambda p: (shutil.rmtree(p), p.write_text("")),
+        "Not a directory",
+    ),
 }
 
 
@@ -209,16 +237,26 @@ def test_damaged_checkpoint_is_passed_over(run, tmp_path, damage):
 
 @pytest.mark.faults
 def test_every_flipped_byte_and_every_length_is_seen(run, tmp_path):
-    """In the tensors and their index; what is not seen changes no tensor (bytes of the index that nobody reads)."""
+    """In the tensors and their index; what is not seen changes no tensor (bytes of the index that
+    nobody reads).
+    """
     path = run.begin(tmp_path)
-    expected = {name: tensor.numpy().tobytes() for name, tensor in store.inspect(path).tensors().items()}
+    expected = {
+        name: tensor.numpy().tobytes() for name, tensor in store.inspect(path).tensors().items()
+    }
     for name in (DATA, INDEX):
         whole, unseen = (path / name).read_bytes(), 0
-        damaged = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(len(whole))]
+        damaged = [
+            whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]
+            for at in range(len(whole))
+        ]
         for content in (*damaged, *(whole[:length] for length in range(0, len(whole), 7))):
             (path / name).write_bytes(content)
             try:
-                found = {name: tensor.numpy().tobytes() for name, tensor in store.inspect(path).tensors().items()}
+                found = {
+                    name: tensor.numpy().tobytes()
+                    for name, tensor in store.inspect(path).tensors().items()
+                }
             except errors.CorruptCheckpointError:
                 continue
             unseen += 1
@@ -234,7 +272,9 @@ def test_no_good_checkpoint_is_no_fresh_start(run, tmp_path):
     before = bits(run.trainer)
     with (
         pytest.warns(RuntimeWarning),
-        pytest.raises(ValueError, match=r"None of the 3 .*step-00000006: .*step-00000004: .*step-00000002: "),
+        pytest.raises(
+            ValueError, match=r"None of the 3 .*step-00000006: .*step-00000004: .*step-00000002: "
+        ),
     ):
         fit(run.trainer, tmp_path)
     assert bits(run.trainer) == before
@@ -262,20 +302,40 @@ def changed(what, model=None, **options):
 @pytest.mark.parametrize(
     ("model", "options", "what"),
     [
-        changed("model.variables.sequential/dense/kernel: float32[4, 4] was saved, now float32[4, 5]", lambda: make(5)),
-        changed("model.layers.dense.activation: relu was saved, now tanh", lambda: make(activation="tanh")),
+        changed(
+            "model.variables.sequential/dense/kernel: float32[4, 4] was saved, now float32[4, 5]",
+            lambda: make(5),
+        ),
+        changed(
+            "model.layers.dense.activation: relu was saved, now tanh",
+            lambda: make(activation="tanh"),
+        ),
         changed("loss.loss: mse was saved, now mae", lambda: make(loss="mae")),
-        changed("batch plan.jit_compile: True was saved, now False", lambda: make(jit_compile=False)),
+        changed(
+            "batch plan.jit_compile: True was saved, now False", lambda: make(jit_compile=False)
+        ),
         changed("optimizer.learning_rate", lambda: make(optimizer=keras.optimizers.Adam(0.02))),
-        changed("optimizer.class: Adam was saved, now SGD", lambda: make(optimizer=keras.optimizers.SGD(0.01))),
-        changed("loss_scale.class: NoLossScale was saved", lambda: make(loss_scale=fa.DynamicLossScale())),
-        changed("must be 24, as saved (8 x 3), and is 8 x 2: batch_size=8 with grad", lambda: make(accumulation=2)),
-        changed("batch plan.steps_per_execution: 1 was saved, now 2", lambda: make(steps_per_execution=2)),
+        changed(
+            "optimizer.class: Adam was saved, now SGD",
+            lambda: make(optimizer=keras.optimizers.SGD(0.01)),
+        ),
+        changed(
+            "loss_scale.class: NoLossScale was saved",
+            lambda: make(loss_scale=fa.DynamicLossScale()),
+        ),
+        changed(
+            "must be 24, as saved (8 x 3), and is 8 x 2: batch_size=8 with grad",
+            lambda: make(accumulation=2),
+        ),
+        changed(
+            "batch plan.steps_per_execution: 1 was saved, now 2",
+            lambda: make(steps_per_execution=2),
+        ),
         changed("batch plan.clip_norm: None was saved, now 1.0", lambda: make(clip_norm=1.0)),
         changed("metrics.variables.", lambda: make(metrics=["mae"])),
         changed(
-            "checkpoint_dir: batch_size * gradient_accumulation_steps must be 24, as saved (8 x 3), and is 4 x 3: "
-            "batch_size=4 with gradient_accumulation_steps=6 would do",
+            "checkpoint_dir: batch_size * gradient_accumulation_steps must be 24, as saved (8 x "
+            "3), and is 4 x 3: batch_size=4 with gradient_accumulation_steps=6 would do",
             batch_size=4,
         ),
         changed("batch plan.rows: 96 was saved, now 80", x=X[:80], y=Y[:80]),
@@ -288,10 +348,13 @@ def test_another_training_is_refused(run, tmp_path, model, options, what):
     run.begin(tmp_path)
     trainer = model()
     trainer._builder.get_or_build(
-        trainer._recipe.make_source(X, Y, None, trainer._present_options, batch_size=8).sample, trainer._present_options
+        trainer._recipe.make_source(X, Y, None, trainer._present_options, batch_size=8).sample,
+        trainer._present_options,
     )
     before = bits(trainer)
-    with pytest.raises(ValueError, match="is of another training, and nothing was changed") as raised:
+    with pytest.raises(
+        ValueError, match="is of another training, and nothing was changed"
+    ) as raised:
         fit(trainer, tmp_path, **options)
     assert what in str(raised.value)
     assert "optimizer.class: " not in what or str(raised.value).count("optimizer.") == 1
@@ -314,7 +377,9 @@ def test_another_dataset_is_refused(tmp_path):
         fit(trainer, tmp_path, dataset.batch(8), None, callbacks=[StopAfter(3)], batch_size=None)
     before = bits(trainer)
     other = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
-    with pytest.raises(ValueError, match="is another dataset than the one that the checkpoint was made with"):
+    with pytest.raises(
+        ValueError, match="is another dataset than the one that the checkpoint was made with"
+    ):
         fit(trainer, tmp_path, other, None, batch_size=None)
     assert bits(trainer) == before
 
@@ -332,10 +397,20 @@ class OwnBackup(keras.callbacks.BackupAndRestore):
         ({"checkpoint_dir": "c", "checkpoint_every": 0}, "checkpoint_every=0"),
         ({"checkpoint_dir": "c", "checkpoint_every": "epoch"}, "checkpoint_every='epoch'"),
         ({"checkpoint_dir": "c", "keep": 0}, "keep=0"),
-        ({"checkpoint_dir": "/proc/checkpoints"}, "checkpoint_dir='/proc/checkpoints' cannot be written to"),
+        (
+            {"checkpoint_dir": "/proc/checkpoints"},
+            "checkpoint_dir='/proc/checkpoints' cannot be written to",
+        ),
         *[
-            ({"checkpoint_dir": "c", "callbacks": [backup("b")]}, f"holds a {backup.__name__}, which resumes by itself")
-            for backup in (keras.callbacks.BackupAndRestore, OwnBackup, tf_keras.callbacks.BackupAndRestore)
+            (
+                {"checkpoint_dir": "c", "callbacks": [backup("b")]},
+                f"holds a {backup.__name__}, which resumes by itself",
+            )
+            for backup in (
+                keras.callbacks.BackupAndRestore,
+                OwnBackup,
+                tf_keras.callbacks.BackupAndRestore,
+            )
         ],
     ],
     ids=lambda value: None if isinstance(value, str) else ",".join(map(str, value)),
@@ -383,7 +458,9 @@ class At(Stateless):
 def test_full_disk(run, small_disk):
     disk = small_disk("-o", "size=64k")
     run.begin_at(disk)
-    with pytest.raises(RuntimeError, match=r"The checkpoint of step \d+ could not be written .*No space left"):
+    with pytest.raises(
+        RuntimeError, match=r"The checkpoint of step \d+ could not be written .*No space left"
+    ):
         fit(run.trainer, disk, every=1, keep=9)
     assert all(map(store.inspect, store.paths(disk)))
     assert not list(disk.glob(".step*"))
@@ -406,7 +483,12 @@ def test_folder_that_is_removed(run, tmp_path):
     folder = tmp_path / "checkpoints"
     run.begin_at(folder)
     with pytest.raises(RuntimeError, match=r"could not be written .*No such file or directory"):
-        fit(run.trainer, folder, every=1, callbacks=[At(3, lambda: folder.rename(tmp_path / "moved"))])
+        fit(
+            run.trainer,
+            folder,
+            every=1,
+            callbacks=[At(3, lambda: folder.rename(tmp_path / "moved"))],
+        )
     assert not folder.exists()
     run.goes_on(tmp_path / "moved")
 
@@ -435,7 +517,9 @@ def fit_with_small_files(folder):
     try:
         fit(make(), folder)
     except RuntimeError as error:
-        sys.exit(7 if "could not be written" in str(error) and "File too large" in str(error) else 8)
+        sys.exit(
+            7 if "could not be written" in str(error) and "File too large" in str(error) else 8
+        )
 
 
 @pytest.mark.faults
@@ -553,7 +637,9 @@ def test_iterator_that_raises(run, tmp_path):
 
 
 def test_labels_out_of_range_are_not_saved(tmp_path):
-    """A state that has seen one would refuse every later step: the data can be mended, and training goes on."""
+    """A state that has seen one would refuse every later step: the data can be mended, and training
+    goes on.
+    """
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
     trainer = fa.Trainer(model, "sgd", "sparse_categorical_crossentropy")
@@ -562,7 +648,9 @@ def test_labels_out_of_range_are_not_saved(tmp_path):
     scramble(trainer)
     keras.utils.set_random_seed(1)
     wrong = np.where(np.arange(96) == 70, 9, labels)
-    for variable, value in zip(model.variables, keras.models.clone_model(model).get_weights(), strict=True):
+    for variable, value in zip(
+        model.variables, keras.models.clone_model(model).get_weights(), strict=True
+    ):
         variable.assign(value)
     start = [np.array(v) for v in model.variables]
     with pytest.raises(ValueError, match="values from 0 to 9"):
@@ -600,16 +688,24 @@ def test_a_checkpoint_is_verified_eight_tensors_at_a_time(tmp_path, monkeypatch)
     assert [len(names) for names in pieces] == [8, 8, 5]
     assert sorted(name for names in pieces for name in names) == sorted([*tensors, store.SEAL])
     read = found.tensors()
-    assert read.keys() == tensors.keys() and all((read[name].numpy() == tensors[name]).all() for name in tensors)
+    assert read.keys() == tensors.keys() and all(
+        (read[name].numpy() == tensors[name]).all() for name in tensors
+    )
 
 
 def test_a_checkpoint_is_on_the_disk_before_its_name_is(run, tmp_path, monkeypatch):
     """And its name is before an older one is removed."""
-    older, newer = (store.inspect(run.folder / "stopped" / name) for name in reversed(run.steps[:2]))
+    older, newer = (
+        store.inspect(run.folder / "stopped" / name) for name in reversed(run.steps[:2])
+    )
     store.write(tmp_path, older.manifest, older.tensors(), keep=1)
     events, rename = [], Path.rename
-    monkeypatch.setattr(os, "fsync", lambda number: events.append(Path(os.readlink(f"/proc/self/fd/{number}")).name))
-    monkeypatch.setattr(Path, "rename", lambda path, to: events.append(f"-> {to.name}") or rename(path, to))
+    monkeypatch.setattr(
+        os, "fsync", lambda number: events.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+    )
+    monkeypatch.setattr(
+        Path, "rename", lambda path, to: events.append(f"-> {to.name}") or rename(path, to)
+    )
     path = store.write(tmp_path, newer.manifest, newer.tensors(), keep=1)
     files = sorted(each.name for each in path.iterdir())
     flushed, (named, of_folder, removed) = events[:-3], events[-3:]
@@ -642,17 +738,30 @@ class Notes(Stateless):
 
     def on_epoch_end(self, epoch, logs=None):
         del logs["grad_norm"]
-        logs.update(text="warm", none=None, flag=True, big=10**30, named={"a": 1}, double=np.float64(epoch))
+        logs.update(
+            text="warm", none=None, flag=True, big=10**30, named={"a": 1}, double=np.float64(epoch)
+        )
 
 
 def test_a_history_of_whatever_callbacks_add_is_saved_and_goes_on(tmp_path):
     trainer = make(jit_compile=False)
     fit(trainer, tmp_path, callbacks=[Notes()], epochs=1)
     saved = store.latest(tmp_path)
-    assert "double" in saved.manifest["history"]["history"] and saved.history["of_batches"] == [0, 1, 2, 3]
+    assert "double" in saved.manifest["history"]["history"] and saved.history["of_batches"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     history = fit(trainer, tmp_path, callbacks=[Notes()], epochs=2).history
     assert "grad_norm" not in history and history["of_batches"] == [0, 1, 2, 3] * 2
-    for name, value in {"text": "warm", "none": None, "flag": True, "big": 10**30, "named": {"a": 1}}.items():
+    for name, value in {
+        "text": "warm",
+        "none": None,
+        "flag": True,
+        "big": 10**30,
+        "named": {"a": 1},
+    }.items():
         assert history[name] == [value] * 2, name
 
 
@@ -669,7 +778,10 @@ def test_a_set_is_the_same_in_every_process():
 
 def of_lambdas(file, above, factor):
     """A trainer whose model has lambdas in a file, so many lines down."""
-    code = f"layers = [keras.layers.Lambda(lambda x: x * {factor}), keras.layers.Dense(1, lambda x: x + 1)]"
+    code = (
+        f"layers = [keras.layers.Lambda(lambda x: x * {factor}), keras.layers.Dense(1, lambda x: "
+        "x + 1)]"
+    )
     file.parent.mkdir(exist_ok=True)
     file.write_text("\n" * above + code)
     linecache.checkcache()
@@ -682,7 +794,9 @@ def of_lambdas(file, above, factor):
 @pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`")
 def test_a_lambda_may_move_within_its_file_and_to_another(tmp_path):
     for epochs, file, above in (1, "a/x.py", 0), (2, "a/x.py", 3), (3, "b/x.py", 3):
-        history = fit(of_lambdas(tmp_path / file, above, 2.0), tmp_path / "run", epochs=epochs).history
+        history = fit(
+            of_lambdas(tmp_path / file, above, 2.0), tmp_path / "run", epochs=epochs
+        ).history
         assert len(history["loss"]) == epochs
     with pytest.raises(errors.IncompatibleCheckpointError, match=r"lambda.*was saved, now"):
         fit(of_lambdas(tmp_path / "a/x.py", 0, 3.0), tmp_path / "run", epochs=4)

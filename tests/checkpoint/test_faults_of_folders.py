@@ -1,4 +1,5 @@
-"""Faults of disks, folders, clocks, signals and code around a fit: nothing is lost, and the message says what happened.
+"""Faults of disks, folders, clocks, signals and code around a fit: nothing is lost, and the message
+says what happened.
 
 docs/reliability.md has a row for each test here that injects a fault.
 """
@@ -32,14 +33,26 @@ STEPS = 12
 
 def make(jit_compile=False):
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(4, activation="relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+    layers = [
+        keras.layers.Dense(4, activation="relu"),
+        keras.layers.Dropout(0.3),
+        keras.layers.Dense(1),
+    ]
     model = keras.Sequential([keras.Input((4,)), *layers])
-    return fa.Trainer(model, keras.optimizers.Adam(0.01), "mse", gradient_accumulation_steps=3, jit_compile=jit_compile)
+    return fa.Trainer(
+        model,
+        keras.optimizers.Adam(0.01),
+        "mse",
+        gradient_accumulation_steps=3,
+        jit_compile=jit_compile,
+    )
 
 
 def fit(trainer, folder, callbacks=(), every=2, keep=3, **options):
     folder = {"checkpoint_dir": folder, "checkpoint_every": every, "keep": keep}
-    return trainer.fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=list(callbacks), **folder, **options)
+    return trainer.fit(
+        X, Y, batch_size=8, epochs=3, verbose=0, callbacks=list(callbacks), **folder, **options
+    )
 
 
 class At(Stateless):
@@ -126,12 +139,16 @@ def disk(tmp_path):
 
 @pytest.mark.sample
 def test_a_disk_that_is_full_at_every_point_of_a_save(run, disk):
-    """Of a few more KiB each: in the tensors, their index and the manifest; room is made, and the call is repeated."""
+    """Of a few more KiB each: in the tensors, their index and the manifest; room is made, and the
+    call is repeated.
+    """
     failed_in = set()
     for size in range(20, 48, 4):
         folder = disk(f"size={size}k") / "checkpoints"
         run.begin(folder)
-        with pytest.raises(RuntimeError, match=r"The checkpoint of step \d+ could not be written .*No space left") as e:
+        with pytest.raises(
+            RuntimeError, match=r"The checkpoint of step \d+ could not be written .*No space left"
+        ) as e:
             fit(run.trainer, folder, every=1, keep=9)
         failed_in.add("tensors" if "SaveV2" in str(e.value) else "manifest")
         checkpoints = store.paths(folder)
@@ -174,7 +191,9 @@ def test_no_descriptors_left(run, tmp_path):
 
 
 def test_a_clock_that_jumps(run, tmp_path):
-    """The newest is that of the most steps, whatever the time of its files; leftovers have no age."""
+    """The newest is that of the most steps, whatever the time of its files; leftovers have no
+    age.
+    """
     scramble(run.trainer)
     shutil.copytree(run.folder / "stopped", tmp_path, dirs_exist_ok=True)
     with pytest.raises(Interruption):
@@ -183,7 +202,11 @@ def test_a_clock_that_jumps(run, tmp_path):
     for folder in left:
         folder.mkdir()
     (tmp_path / lock.NAME).write_text("1 elsewhere")
-    dated = zip((*store.paths(tmp_path), *left, tmp_path / lock.NAME), itertools.cycle((1970, 2100)), strict=False)
+    dated = zip(
+        (*store.paths(tmp_path), *left, tmp_path / lock.NAME),
+        itertools.cycle((1970, 2100)),
+        strict=False,
+    )
     for path, year in dated:
         for each in (*(path.iterdir() if path.is_dir() else ()), path):
             os.utime(each, ((year - 1970) * 365 * 24 * 3600,) * 2)
@@ -280,14 +303,24 @@ HOOKS = [
 
 @pytest.mark.parametrize(("hook", "count", "step"), HOOKS)
 def test_sigterm_around_the_steps(run, tmp_path, hook, count, step):
-    """Before the first, between epochs, in validation and after the last: saved, with nothing lost or done twice."""
+    """Before the first, between epochs, in validation and after the last: saved, with nothing lost
+    or done twice.
+    """
     fit(run.trainer, tmp_path / "whole", every=9, validation_data=(X, Y))
     with pytest.raises(fa.Preempted) as raised:
-        fit(run.trainer, tmp_path, [At(hook, count, send(signal.SIGTERM))], every=9, validation_data=(X, Y))
+        fit(
+            run.trainer,
+            tmp_path,
+            [At(hook, count, send(signal.SIGTERM))],
+            every=9,
+            validation_data=(X, Y),
+        )
     assert raised.value.checkpoint == store.latest(tmp_path).path == tmp_path / f"step-{step:08d}"
 
 
-@pytest.mark.parametrize("hook", ["on_train_begin", "on_train_batch_end", "on_epoch_end", "on_train_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_begin", "on_train_batch_end", "on_epoch_end", "on_train_end"]
+)
 def test_ctrl_c_in_a_callback(run, tmp_path, hook):
     """The next fit of the same process goes on."""
     run.begin(tmp_path)
@@ -324,7 +357,9 @@ def without_memory(folder):
     def limit():
         time.sleep(0.3)  # a write that is on its way has its memory
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20, resource.RLIM_INFINITY))
+        resource.setrlimit(
+            resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**20, resource.RLIM_INFINITY)
+        )
 
     try:
         fit(trainer, folder, [At("on_train_batch_end", 7, limit)])
@@ -336,7 +371,9 @@ def without_memory(folder):
 
 
 def test_no_memory_left(tmp_path):
-    """Named, if Python sees it; a process that dies of it (TensorFlow aborts) leaves the last checkpoint."""
+    """Named, if Python sees it; a process that dies of it (TensorFlow aborts) leaves the last
+    checkpoint.
+    """
     if in_child(without_memory, tmp_path) != 0:
         assert in_child(train_on, tmp_path) == 0
     assert store.latest(tmp_path).step == STEPS
@@ -353,7 +390,10 @@ def hung_up(folder):
 
 def in_a_thread(folder):
     """A fit outside the main thread, ended by SIGTERM."""
-    ends = [At("on_train_batch_end", 7, send(signal.SIGTERM)), At("on_train_batch_end", 7, lambda: time.sleep(9))]
+    ends = [
+        At("on_train_batch_end", 7, send(signal.SIGTERM)),
+        At("on_train_batch_end", 7, lambda: time.sleep(9)),
+    ]
     thread = threading.Thread(target=fit, args=(make(), folder, ends))
     thread.start()
     thread.join()
@@ -363,9 +403,13 @@ def exits(folder):
     fit(make(), folder, [At("on_train_batch_end", 7, lambda: os._exit(5))])
 
 
-@pytest.mark.parametrize(("target", "code"), [(hung_up, -signal.SIGHUP), (in_a_thread, -signal.SIGTERM), (exits, 5)])
+@pytest.mark.parametrize(
+    ("target", "code"), [(hung_up, -signal.SIGHUP), (in_a_thread, -signal.SIGTERM), (exits, 5)]
+)
 def test_ends_that_leave_no_time(run, tmp_path, target, code):
-    """A closed terminal, SIGTERM where only a thread trains (of which `fit` warns), and os._exit."""
+    """A closed terminal, SIGTERM where only a thread trains (of which `fit` warns), and
+    os._exit.
+    """
     assert in_child(target, tmp_path) == code
     assert store.latest(tmp_path).step >= 4
     scramble(run.trainer)
@@ -377,7 +421,9 @@ def impatient(folder):
     """Ctrl-C, once more, and once more while a save is slow."""
     trainer, slow = make(), [True]
     sys.addaudithook(
-        lambda event, values: slow and event == "open" and "manifest" in str(values[0]) and time.sleep(0.3)
+        lambda event, values: (
+            slow and event == "open" and "manifest" in str(values[0]) and time.sleep(0.3)
+        )
     )
 
     def interrupt():
@@ -394,7 +440,9 @@ def impatient(folder):
 
 
 def test_ctrl_c_three_times(tmp_path):
-    """In the midst of a slow save: the folder and the signal are given back, and the same process may go on."""
+    """In the midst of a slow save: the folder and the signal are given back, and the same process
+    may go on.
+    """
     assert in_child(impatient, tmp_path) == 0
     assert store.latest(tmp_path).step == STEPS
 
@@ -470,7 +518,11 @@ class Faulty(Stateless):
 
 @pytest.mark.parametrize(
     ("get", "error"),
-    [(lambda: {"a": object()}, TypeError), (lambda: [1], TypeError), (lambda: 1 / 0, ZeroDivisionError)],
+    [
+        (lambda: {"a": object()}, TypeError),
+        (lambda: [1], TypeError),
+        (lambda: 1 / 0, ZeroDivisionError),
+    ],
 )
 def test_a_callbacks_state_that_cannot_be_saved(run, tmp_path, get, error):
     """Raised before the first step, rather than at the first save."""
@@ -487,7 +539,9 @@ def test_a_callbacks_state_that_cannot_be_taken_up(run, tmp_path):
     with pytest.raises(Interruption):
         fit(run.trainer, tmp_path, [Faulty(), StopAfter(3)])
     before = bits(run.trainer)
-    with pytest.raises(ValueError, match=r"set_state raised ZeroDivisionError.* No variable was changed"):
+    with pytest.raises(
+        ValueError, match=r"set_state raised ZeroDivisionError.* No variable was changed"
+    ):
         fit(run.trainer, tmp_path, [Faulty(put=lambda state: 1 / 0)])
     assert bits(run.trainer) == before
     run.goes_on(tmp_path)
@@ -504,7 +558,10 @@ def test_two_fits_in_two_threads(run, tmp_path):
     trainers = {folder: make() for folder in ("a", "b")}
     for folder in trainers:
         run.begin(tmp_path / folder)
-    threads = [threading.Thread(target=fit, args=(each, tmp_path / name)) for name, each in trainers.items()]
+    threads = [
+        threading.Thread(target=fit, args=(each, tmp_path / name))
+        for name, each in trainers.items()
+    ]
     with pytest.warns(RuntimeWarning, match="outside the main thread, where SIGTERM is not caught"):
         for thread in threads:
             thread.start()
@@ -529,5 +586,7 @@ def ends_with_rows_on_their_way():
 
 
 def test_the_interpreter_ends_after_its_threads():
-    """A thread that is still in TensorFlow when that is taken down ends the process with SIGABRT."""
+    """A thread that is still in TensorFlow when that is taken down ends the process with
+    SIGABRT.
+    """
     assert in_child(ends_with_rows_on_their_way) == 0

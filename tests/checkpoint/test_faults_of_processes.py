@@ -1,4 +1,5 @@
-"""Processes that are killed, stopped and forked, whatever their data: another goes on bit-identically, or says why not.
+"""Processes that are killed, stopped and forked, whatever their data: another goes on
+bit-identically, or says why not.
 
 docs/reliability.md has a row for each test here that injects a fault.
 """
@@ -40,14 +41,18 @@ def outcome(file):
 def train_all(folder, cases, begun):
     for kind, per_execution in cases:
         result = folder / f"{kind}-{per_execution}"
-        killed.train(None, kind, begun, result=result, epochs=EPOCHS, steps_per_execution=per_execution)
+        killed.train(
+            None, kind, begun, result=result, epochs=EPOCHS, steps_per_execution=per_execution
+        )
     killed.train(None, "PyDataset", begun, result=folder / "PyDataset in processes-1", epochs=1)
 
 
 # Data and steps per execution. The batches of a PyDataset are the same, whoever makes them.
 IN_PROCESSES = ("PyDataset in processes", 1)
 CASES = [
-    (kind, 1) for kind in killed.DATA if kind not in ("arrays", "dataset", "shares", "cache in a file", IN_PROCESSES[0])
+    (kind, 1)
+    for kind in killed.DATA
+    if kind not in ("arrays", "dataset", "shares", "cache in a file", IN_PROCESSES[0])
 ]
 CASES += [("PyDataset", 2), ("endless", 2)]
 
@@ -64,15 +69,20 @@ def uninterrupted(context, tmp_path_factory):
 @pytest.mark.parametrize(("kind", "per_execution"), [*CASES, IN_PROCESSES])
 @pytest.mark.filterwarnings("ignore")
 def test_kill_with_data_of_every_kind(context, uninterrupted, tmp_path, kind, per_execution):
-    """Killed at a random moment after a random step, some kinds twice, and trained to the end by another process."""
+    """Killed at a random moment after a random step, some kinds twice, and trained to the end by
+    another process.
+    """
     moments, folder = random.Random(f"{kind} {per_execution}"), tmp_path / "checkpoints"
     kills = 2 if kind in ("endless", "callbacks") else 1  # test_kill.py kills five times
     options = {"steps_per_execution": per_execution}
-    if (kind, per_execution) == IN_PROCESSES:  # of which Keras makes new ones for each pass, in seconds
+    # of which Keras makes new ones for each pass, in seconds
+    if (kind, per_execution) == IN_PROCESSES:
         options["epochs"] = 1
     steps = []
     for _ in range(kills):
-        child, begun = train(context, folder, kind, after=moments.randint(6, 12) // per_execution, **options)
+        child, begun = train(
+            context, folder, kind, after=moments.randint(6, 12) // per_execution, **options
+        )
         assert begun.wait(STARTING)
         child.join(moments.uniform(0, 0.02))
         child.kill()
@@ -101,7 +111,9 @@ def refused(folder, begun, result):
 
 @pytest.mark.parametrize("after", [5, 25], ids=["while it is written", "once it is written"])
 def test_kill_with_a_cache_in_a_file(context, tmp_path, after):
-    """Half a cache is refused, with what to do; then, and with a whole one, training goes on bit-identically."""
+    """Half a cache is refused, with what to do; then, and with a whole one, training goes on
+    bit-identically.
+    """
     child, _ = train(context, None, "cache in a file", result=tmp_path / "whole")
     child.join(STARTING)
     folder, result = tmp_path / "checkpoints", tmp_path / "result"
@@ -134,7 +146,9 @@ def stops_in_writes(folder, begun, result):
 
 
 def test_stopped_and_continued(context, tmp_path):
-    """Stopped by itself within a write of a checkpoint, and then by others at random moments: nothing changes."""
+    """Stopped by itself within a write of a checkpoint, and then by others at random moments:
+    nothing changes.
+    """
     moments, folder = random.Random(0), tmp_path / "checkpoints"
     child, _ = train(context, None, "arrays", result=tmp_path / "whole")
     child.join(STARTING)

@@ -1,4 +1,6 @@
-"""SIGKILL at random moments, during saves too: whatever a process was doing, another goes on bit-identically."""
+"""SIGKILL at random moments, during saves too: whatever a process was doing, another goes on
+bit-identically.
+"""
 
 import functools
 import json
@@ -13,8 +15,8 @@ from fastaccum.checkpoint import store
 pytestmark = [pytest.mark.long, pytest.mark.faults]
 
 KILLS_OF_A_TRAINING = 5
-# Within a save, in the order in which they come: the hidden folder, the files read back and flushed, the checkpoint
-# in place, an older one out of sight, its files gone.
+# Within a save, in the order in which they come: the hidden folder, the files read back and
+# flushed, the checkpoint in place, an older one out of sight, its files gone.
 WITHIN_SAVES = ("os.mkdir", "open", "os.rename", "shutil.rmtree", "os.remove")
 
 
@@ -45,14 +47,18 @@ def uninterrupted(context, tmp_path_factory):
     ],
 )
 def test_kill_at_random_moments(context, uninterrupted, tmp_path, seed, kind):
-    """Five kills of one training, each followed by a new process; 30 in all, 12 of them certain to be within a save."""
+    """Five kills of one training, each followed by a new process; 30 in all, 12 of them certain to
+    be within a save.
+    """
     moments, folder = random.Random(seed), tmp_path / "checkpoints"
     within = set(moments.sample(range(KILLS_OF_A_TRAINING), 2))
     steps = []
     for kill in range(KILLS_OF_A_TRAINING):
         if kill in within:
             count = moments.randint(3, 12)  # the first come before the first save
-            child, _ = process(context, folder, kind, kill=(WITHIN_SAVES[(2 * seed + kill) % 5], count))
+            child, _ = process(
+                context, folder, kind, kill=(WITHIN_SAVES[(2 * seed + kill) % 5], count)
+            )
         else:
             child, begun = process(context, folder, kind)
             assert begun.wait(120)

@@ -105,7 +105,8 @@ def test_a_second_fit_of_the_same_process_is_refused(trainer, tmp_path, where):
 
 def hold(path, ready, fork):
     with holding(path):
-        child = os.fork() if fork else None  # a data loader's worker, say, which outlives a parent that is killed
+        # a data loader's worker, say, which outlives a parent that is killed
+        child = os.fork() if fork else None
         if child != 0:
             ready.put(child)
         time.sleep(60)
@@ -120,7 +121,9 @@ def test_another_process_is_named_and_its_death_frees_the_folder(trainer, tmp_pa
     other.start()
     child = ready.get(timeout=60)
     weights = trainer.model.get_weights()
-    with pytest.raises(FolderInUseError, match=f"by the process {other.pid} on {re.escape(socket.gethostname())}, "):
+    with pytest.raises(
+        FolderInUseError, match=f"by the process {other.pid} on {re.escape(socket.gethostname())}, "
+    ):
         fit(trainer, tmp_path)
     assert all((a == b).all() for a, b in zip(weights, trainer.model.get_weights(), strict=True))
     os.kill(other.pid, signal.SIGKILL)
@@ -151,8 +154,15 @@ def test_what_is_planted_in_place_of_the_lock_is_refused(trainer, tmp_path, kind
 
 
 def refuse_system_call(number, error):
-    """From now on the kernel answers a system call of this process with an error, as another file system would."""
-    program = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x00050000 | error), (0x06, 0, 0, 0x7FFF0000)]
+    """From now on the kernel answers a system call of this process with an error, as another file
+    system would.
+    """
+    program = [
+        (0x20, 0, 0, 0),
+        (0x15, 0, 1, number),
+        (0x06, 0, 0, 0x00050000 | error),
+        (0x06, 0, 0, 0x7FFF0000),
+    ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
     header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code))
     prctl = ctypes.CDLL(None).prctl
@@ -160,7 +170,9 @@ def refuse_system_call(number, error):
 
 
 def without_locks(folder, answers):
-    if not refuse_system_call({"x86_64": 73, "aarch64": 32}.get(platform.machine(), -1), errno.ENOLCK):
+    if not refuse_system_call(
+        {"x86_64": 73, "aarch64": 32}.get(platform.machine(), -1), errno.ENOLCK
+    ):
         return answers.put(None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -57,7 +57,9 @@ class Run:
             x, y = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(9, seed=1).batch(4), None
         stopping = keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True)
         options = {"batch_size": 4, "epochs": 4, "verbose": 0, **options}
-        return self.trainer.fit(x, y, checkpoint_dir=folder, callbacks=[stopping, Seen(), *callbacks], **options)
+        return self.trainer.fit(
+            x, y, checkpoint_dir=folder, callbacks=[stopping, Seen(), *callbacks], **options
+        )
 
 
 @pytest.fixture(scope="module")

@@ -47,15 +47,24 @@ def mlp(norm=True, dtype=None):
 
 
 def trainer(norm=True, optimizer=None, dtype=None, **options):
-    """Without XLA unless `options` say otherwise: what is saved and restored is the same, and compiling takes long."""
+    """Without XLA unless `options` say otherwise: what is saved and restored is the same, and
+    compiling takes long.
+    """
     rate = keras.optimizers.schedules.CosineDecay(0.01, 30)
-    options = {"gradient_accumulation_steps": 3, "metrics": ["mae"], "jit_compile": False, **options}
+    options = {
+        "gradient_accumulation_steps": 3,
+        "metrics": ["mae"],
+        "jit_compile": False,
+        **options,
+    }
     return fa.Trainer(mlp(norm, dtype), optimizer or keras.optimizers.AdamW(rate), "mse", **options)
 
 
 @functools.cache
 def shared(steps_per_execution=1):
-    """One Trainer for tests that do not mind with what numbers it begins: traced once for each form of the data."""
+    """One Trainer for tests that do not mind with what numbers it begins: traced once for each form
+    of the data.
+    """
     return trainer(False, steps_per_execution=steps_per_execution)
 
 
@@ -64,7 +73,9 @@ def arrays():
 
 
 def drawn_anew(data):
-    """`data` in a process that drew other random numbers before: the same order can only come from the checkpoint."""
+    """`data` in a process that drew other random numbers before: the same order can only come from
+    the checkpoint.
+    """
     seeds = iter(range(100))
 
     def make():
@@ -79,9 +90,13 @@ def drawn_anew(data):
 
 
 def test_arrays(tmp_path):
-    """Dropout, BatchNorm, metrics, validation, weights, a schedule, and a tail of another shape, in mid-epoch."""
+    """Dropout, BatchNorm, metrics, validation, weights, a schedule, and a tail of another shape, in
+    mid-epoch.
+    """
     make = functools.partial(trainer, jit_compile=True)
-    assert_same(make, drawn_anew(arrays), [2, 4], tmp_path, epochs=2, validation_data=(X[:20], Y[:20]))
+    assert_same(
+        make, drawn_anew(arrays), [2, 4], tmp_path, epochs=2, validation_data=(X[:20], Y[:20])
+    )
 
 
 def test_metrics_that_make_variables_at_their_first_update(tmp_path):
@@ -97,14 +112,22 @@ def test_metrics_that_make_variables_at_their_first_update(tmp_path):
             return tf.reduce_sum(self.largest)
 
     def make():
-        metrics = [keras.metrics.R2Score(), keras.metrics.F1Score("macro", 0.5), Largest(name="largest")]
+        metrics = [
+            keras.metrics.R2Score(),
+            keras.metrics.F1Score("macro", 0.5),
+            Largest(name="largest"),
+        ]
         return trainer(metrics=metrics)
 
     assert_same(make, arrays, [2], tmp_path, epochs=1, shuffle=False)
 
 
 @pytest.mark.parametrize(
-    "norm", [pytest.param(False, marks=pytest.mark.variant, id="padded"), pytest.param(True, id="exact rows")]
+    "norm",
+    [
+        pytest.param(False, marks=pytest.mark.variant, id="padded"),
+        pytest.param(True, id="exact rows"),
+    ],
 )
 def test_arrays_through_steps_per_execution(tmp_path, norm):
     def make():
@@ -114,7 +137,9 @@ def test_arrays_through_steps_per_execution(tmp_path, norm):
 
 
 def test_arrays_with_epochs_that_are_no_passes(tmp_path):
-    assert_same(lambda: shared(2), drawn_anew(arrays), [1, 4], tmp_path, epochs=3, steps_per_epoch=7)
+    assert_same(
+        lambda: shared(2), drawn_anew(arrays), [1, 4], tmp_path, epochs=3, steps_per_epoch=7
+    )
 
 
 def test_initial_epoch(tmp_path):
@@ -129,7 +154,8 @@ def half():
 
 def test_half_precision_after_overflows(tmp_path):
     trained = assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
-    assert sum(trained.model.history.history["skipped_steps"]) > 0  # in the first epoch, whose count was resumed
+    # in the first epoch, whose count was resumed
+    assert sum(trained.model.history.history["skipped_steps"]) > 0
 
 
 def lookahead():
@@ -161,7 +187,9 @@ def test_tf_keras_model(tmp_path):
         tf_keras.utils.set_random_seed(1)  # of its own generator, if another test has made one
         layers = [tf_keras.layers.Dense(8, activation="relu"), tf_keras.layers.BatchNormalization()]
         model = tf_keras.Sequential([tf_keras.Input((4,)), *layers, tf_keras.layers.Dense(1)])
-        return fa.Trainer(model, tf_keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False)
+        return fa.Trainer(
+            model, tf_keras.optimizers.Adam(0.01), "mse", metrics=["mae"], jit_compile=False
+        )
 
     assert_same(make, drawn_anew(arrays), [3, 9], tmp_path, epochs=2)
 
@@ -172,10 +200,14 @@ def test_numbers_that_no_seed_says_are_told_of(tmp_path):
     def fit(layer):
         model = tf_keras.Sequential([tf_keras.Input((4,)), layer, tf_keras.layers.Dense(1)])
         trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.01), "mse", jit_compile=False)
-        trainer.fit(**drawn_anew(arrays)(), epochs=1, verbose=0, checkpoint_dir=tmp_path / layer.name)
+        trainer.fit(
+            **drawn_anew(arrays)(), epochs=1, verbose=0, checkpoint_dir=tmp_path / layer.name
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer.fit(**drawn_anew(arrays)(), epochs=2, verbose=0, checkpoint_dir=tmp_path / layer.name)
+            trainer.fit(
+                **drawn_anew(arrays)(), epochs=2, verbose=0, checkpoint_dir=tmp_path / layer.name
+            )
         return [str(w.message) for w in caught if "random generators" in str(w.message)]
 
     (told,) = fit(tf_keras.layers.Dropout(0.5, name="dropped"))
@@ -210,19 +242,31 @@ def batches(*, seed=None, count=100, repeat=False, known=True):
     [
         pytest.param(lambda: batches(seed=3), {}, id="seeded"),
         pytest.param(batches, {}, id="seeded by Keras", marks=pytest.mark.variant),
-        pytest.param(lambda: batches(known=False), {}, id="of unknown length", marks=pytest.mark.variant),
+        pytest.param(
+            lambda: batches(known=False), {}, id="of unknown length", marks=pytest.mark.variant
+        ),
         pytest.param(lambda: batches(repeat=True), {"steps_per_epoch": 4}, id="endless"),
-        pytest.param(batches, {"steps_per_epoch": 4}, id="several passes", marks=pytest.mark.variant),
+        pytest.param(
+            batches, {"steps_per_epoch": 4}, id="several passes", marks=pytest.mark.variant
+        ),
         pytest.param(lambda: batches().cache(), {}, id="shuffled, then cached"),
-        pytest.param(lambda: batches().shuffle(4), {}, id="shuffled twice", marks=pytest.mark.variant),
-        pytest.param(lambda: batches().map(numpy_identity), {}, id="with Python code in it", marks=pytest.mark.variant),
+        pytest.param(
+            lambda: batches().shuffle(4), {}, id="shuffled twice", marks=pytest.mark.variant
+        ),
+        pytest.param(
+            lambda: batches().map(numpy_identity),
+            {},
+            id="with Python code in it",
+            marks=pytest.mark.variant,
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*cannot save the iterator.s state:RuntimeWarning")
 @pytest.mark.parametrize("per_execution", [pytest.param(1, marks=pytest.mark.variant), 2])
 def test_datasets(tmp_path, dataset, options, per_execution):
     def data():
-        keras.utils.set_random_seed(5)  # as a script would: TensorFlow draws the seeds of shuffles from it
+        # as a script would: TensorFlow draws the seeds of shuffles from it
+        keras.utils.set_random_seed(5)
         return {"x": dataset()}
 
     stops = [3, 4] if per_execution == 1 else [1, 2]
@@ -230,7 +274,9 @@ def test_datasets(tmp_path, dataset, options, per_execution):
 
 
 def test_dataset_of_exact_rows_in_dispatches(tmp_path):
-    """The last steps of a pass, which do not fill a dispatch, are given out one by one after the pass was read."""
+    """The last steps of a pass, which do not fill a dispatch, are given out one by one after the
+    pass was read.
+    """
 
     def make():
         return trainer(True, steps_per_execution=3)
@@ -246,13 +292,19 @@ def numpy_identity(x, y):
     return x, y
 
 
-@pytest.mark.parametrize("lengths", [[3, 4, 4, 4, 3, 3], pytest.param([3, 3, 4, 4, 3, 3], marks=pytest.mark.variant)])
+@pytest.mark.parametrize(
+    "lengths", [[3, 4, 4, 4, 3, 3], pytest.param([3, 3, 4, 4, 3, 3], marks=pytest.mark.variant)]
+)
 def test_dataset_of_rows_of_varying_shape(tmp_path, lengths):
-    """Steps that cannot share a dispatch wait for each other: what was read and not executed is saved too."""
+    """Steps that cannot share a dispatch wait for each other: what was read and not executed is
+    saved too.
+    """
 
     def make():
         keras.utils.set_random_seed(1)
-        model = keras.Sequential([keras.Input((None, 2)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [keras.Input((None, 2)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)]
+        )
         return fa.Trainer(model, "adam", "mse", steps_per_execution=3, jit_compile=False)
 
     def data():
@@ -267,7 +319,9 @@ def test_dataset_of_rows_of_varying_shape(tmp_path, lengths):
 
 @pytest.mark.faults
 def test_endless_batches_at_any_step():
-    """A place is found again wherever TensorFlow has prefetched to: without a model, at each of 42 steps."""
+    """A place is found again wherever TensorFlow has prefetched to: without a model, at each of 42
+    steps.
+    """
 
     def stacks():
         tf.random.set_seed(5)
@@ -289,7 +343,8 @@ def test_endless_batches_at_any_step():
             break
         begun = stacks()
         collections.deque(itertools.islice(next(begun.epochs(Position(0, 0))), step), 0)
-        time.sleep(0.05 * round_ or 0.002 * (step % 5))  # a fast reader is never seen at the end of a repetition
+        # a fast reader is never seen at the end of a repetition
+        time.sleep(0.05 * round_ or 0.002 * (step % 5))
         place = begun.position()
         ways.add("held" in place[0])
         goes_on = stacks()
@@ -331,15 +386,21 @@ def test_generator(tmp_path):
 
 
 def test_keras_callbacks(tmp_path):
-    """Counters and best values, an epoch-wise rate that multiplies itself, the best weights, and a CSV file."""
+    """Counters and best values, an epoch-wise rate that multiplies itself, the best weights, and a
+    CSV file.
+    """
     runs = iter("abcd")
 
     def callbacks():
         run = next(runs) if callbacks.first else "b"
         callbacks.first = False
         return [
-            keras.callbacks.EarlyStopping("loss", patience=3, min_delta=0.5, restore_best_weights=True),
-            keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1.0, cooldown=1),
+            keras.callbacks.EarlyStopping(
+                "loss", patience=3, min_delta=0.5, restore_best_weights=True
+            ),
+            keras.callbacks.ReduceLROnPlateau(
+                "loss", factor=0.5, patience=1, min_delta=1.0, cooldown=1
+            ),
             keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
             keras.callbacks.CSVLogger(tmp_path / f"{run}.csv"),
         ]
@@ -350,7 +411,9 @@ def test_keras_callbacks(tmp_path):
         return trainer(False, keras.optimizers.Adam(0.01))
 
     folder = tmp_path / "checkpoints"
-    trained = assert_same(make, drawn_anew(arrays), [7, 9, 6], folder, callbacks=callbacks, epochs=9)
+    trained = assert_same(
+        make, drawn_anew(arrays), [7, 9, 6], folder, callbacks=callbacks, epochs=9
+    )
     assert 3 < len(trained.model.history.epoch) < 9  # it did stop early
     assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
 
@@ -359,8 +422,18 @@ def test_keras_callbacks(tmp_path):
     ("make", "changes"),
     [
         (lambda _: keras.callbacks.EarlyStopping("loss", patience=1, restore_best_weights=True), 5),
-        (lambda _: keras.callbacks.ReduceLROnPlateau("loss", patience=2, min_delta=0.1, cooldown=3), 3),
-        (lambda folder: keras.callbacks.ModelCheckpoint(folder / "best.keras", "loss", save_best_only=True), 2),
+        (
+            lambda _: keras.callbacks.ReduceLROnPlateau(
+                "loss", patience=2, min_delta=0.1, cooldown=3
+            ),
+            3,
+        ),
+        (
+            lambda folder: keras.callbacks.ModelCheckpoint(
+                folder / "best.keras", "loss", save_best_only=True
+            ),
+            2,
+        ),
         (lambda folder: keras.callbacks.ModelCheckpoint(folder / "each.keras", save_freq=3), 2),
     ],
 )
@@ -375,7 +448,8 @@ def test_whatever_keras_callbacks_count_with_is_saved(make, changes, tmp_path):
         for batch in range(2):
             callback.on_train_batch_end(batch, {"loss": loss})
         callback.on_epoch_end(epoch, {"loss": loss})
-        for name, value in vars(callback).items():  # of which the first epoch sets some by the arguments
+        # of which the first epoch sets some by the arguments
+        for name, value in vars(callback).items():
             seen.setdefault(name, set()).add(repr(value))
         model.set_weights([weight + 1.0 for weight in model.get_weights()])
     counted = {name for name, values in seen.items() if len(values) > 1}
@@ -401,7 +475,9 @@ def test_a_callback_of_ones_own(tmp_path):
     forgetful, saved, trained = Counter(), Saved(), shared()
     interrupted(trained, arrays, [3], tmp_path, callbacks=lambda: [Counter(), Saved()], epochs=1)
     with pytest.warns(UserWarning, match=r"Counter starts afresh .* \(batches\)"):
-        trained.fit(**arrays(), epochs=2, checkpoint_dir=tmp_path, callbacks=[forgetful, saved], verbose=0)
+        trained.fit(
+            **arrays(), epochs=2, checkpoint_dir=tmp_path, callbacks=[forgetful, saved], verbose=0
+        )
     assert (forgetful.batches, saved.batches) == (5, 10)
 
 
@@ -418,7 +494,8 @@ def test_a_save_at_an_epochs_last_step(tmp_path):
 
     trained = shared()
     options = {"epochs": 3, "validation_data": (X, Y), "callbacks": callbacks}
-    history = interrupted(trained, arrays, [5], tmp_path, every=5, **options)  # stops in the 2nd epoch's first step
+    # stops in the 2nd epoch's first step
+    history = interrupted(trained, arrays, [5], tmp_path, every=5, **options)
     assert len(validations) == 3
     assert history.history["val_loss"] == [logs["loss"] for logs in validations]
 
@@ -430,7 +507,9 @@ def test_a_fit_of_arrays_before_the_one_that_is_resumed(tmp_path):
     first = trainer(False)
     first.fit(**arrays(), epochs=1, checkpoint_dir=tmp_path / "arrays", verbose=0)
     first.fit(data(), epochs=1, checkpoint_dir=tmp_path / "data", verbose=0)
-    assert trainer(False).fit(data(), epochs=2, checkpoint_dir=tmp_path / "data", verbose=0).epoch == [0, 1]
+    assert trainer(False).fit(
+        data(), epochs=2, checkpoint_dir=tmp_path / "data", verbose=0
+    ).epoch == [0, 1]
 
 
 def test_complete_training_returns_its_history(tmp_path, capsys):
@@ -446,7 +525,11 @@ def test_complete_training_returns_its_history(tmp_path, capsys):
     assert longer.epoch == [0, 1, 2]
     assert "resumed from" in capsys.readouterr().out
     with pytest.warns(UserWarning, match="has 3 epochs, more than epochs=1: all are returned"):
-        assert trained.fit(**arrays(), epochs=1, checkpoint_dir=tmp_path, verbose=0).epoch == [0, 1, 2]
+        assert trained.fit(**arrays(), epochs=1, checkpoint_dir=tmp_path, verbose=0).epoch == [
+            0,
+            1,
+            2,
+        ]
 
 
 def test_values_that_a_callback_logs_come_back(tmp_path):
@@ -480,7 +563,12 @@ def test_a_lost_place_in_the_data_shows(tmp_path):
     beginning.restore()
     keras.utils.set_random_seed(0)
     with pytest.raises(Interruption):
-        options = {"checkpoint_dir": tmp_path / "b", "checkpoint_every": 1, "verbose": 0, "epochs": 2}
+        options = {
+            "checkpoint_dir": tmp_path / "b",
+            "checkpoint_every": 1,
+            "verbose": 0,
+            "epochs": 2,
+        }
         trained.fit(**arrays(), callbacks=[StopAfter(2)], **options)
     edit_manifest(store.latest(tmp_path / "b").path, lose_seed)
     history = trained.fit(**arrays(), **options)
@@ -540,11 +628,15 @@ def test_batches_of_other_sizes_do_not_go_on_in_silence(tmp_path):
     with pytest.raises(Interruption):
         stopped = {"callbacks": [StopAfter(2)], "checkpoint_dir": tmp_path / "a"}
         shared().fit(other_batches(8, "generator"), **stopped, **once)
-    with pytest.raises(ValueError, match="rows in the 2 train steps that were done of the pass, where they had"):
+    with pytest.raises(
+        ValueError, match="rows in the 2 train steps that were done of the pass, where they had"
+    ):
         shared().fit(other_batches(4, "generator"), checkpoint_dir=tmp_path / "a", **once)
     shared().fit(other_batches(8, "dataset").rebatch(8), checkpoint_dir=tmp_path / "b", **once)
     with pytest.warns(RuntimeWarning, match="the first train step of a pass is of"):
-        shared().fit(other_batches(8, "dataset").rebatch(4), checkpoint_dir=tmp_path / "b", **options)
+        shared().fit(
+            other_batches(8, "dataset").rebatch(4), checkpoint_dir=tmp_path / "b", **options
+        )
     shared().fit(other_batches(8, "dataset"), checkpoint_dir=tmp_path / "c", **once)
     with pytest.raises(ValueError, match="a train step would be of 12 rows"):
         shared().fit(other_batches(4, "dataset"), checkpoint_dir=tmp_path / "c", **options)
@@ -554,7 +646,9 @@ def test_an_endless_dataset_of_other_batches_does_not_go_on_as_it_was(tmp_path):
     endless = tf.data.Dataset.from_tensor_slices((X, Y)).repeat()
     options = {"steps_per_epoch": 2, "verbose": 0, "checkpoint_dir": tmp_path}
     shared().fit(endless.batch(8), **options)
-    with pytest.raises(ValueError, match=r"batch_size 16 x 3 instead of 8 x 3.* a train step would be of 48 rows"):
+    with pytest.raises(
+        ValueError, match=r"batch_size 16 x 3 instead of 8 x 3.* a train step would be of 48 rows"
+    ):
         shared().fit(endless.batch(16), epochs=2, **options)
 
 
@@ -562,11 +656,15 @@ def test_other_values_where_the_place_is_counted_are_told_of(tmp_path):
     def fit(scale):
         batches = ((X[i : i + 8] * scale, Y[i : i + 8]) for i in range(0, len(X), 8))
         stop = [StopAfter(2)] if scale == 1 else None
-        shared().fit(batches, checkpoint_dir=tmp_path, checkpoint_every=1, verbose=0, callbacks=stop)
+        shared().fit(
+            batches, checkpoint_dir=tmp_path, checkpoint_every=1, verbose=0, callbacks=stop
+        )
 
     with pytest.raises(Interruption):
         fit(1)
-    with pytest.warns(RuntimeWarning, match="yields other values in this pass than before the checkpoint"):
+    with pytest.warns(
+        RuntimeWarning, match="yields other values in this pass than before the checkpoint"
+    ):
         fit(2)
 
 
@@ -578,7 +676,9 @@ def test_an_epoch_that_was_cut_short_and_goes_on_is_refused(tmp_path):
         def on_epoch_end(self, epoch, logs=None):
             self.model.stop_training = False
 
-    with pytest.raises(ValueError, match=r"set model\.stop_training within epoch 1 and took it back"):
+    with pytest.raises(
+        ValueError, match=r"set model\.stop_training within epoch 1 and took it back"
+    ):
         shared().fit(**arrays(), epochs=3, verbose=0, callbacks=[Short()], checkpoint_dir=tmp_path)
 
 
@@ -589,7 +689,9 @@ def test_rows_in_another_order_are_seen_between_epochs(tmp_path):
 
     def fit(size, accumulation, epochs):
         model = keras.Sequential([keras.Input((X.shape[1],)), keras.layers.Dense(1)])
-        own = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=accumulation, jit_compile=False)
+        own = fa.Trainer(
+            model, "sgd", "mse", gradient_accumulation_steps=accumulation, jit_compile=False
+        )
         own.fit(interleaved(size), epochs=epochs, verbose=0, checkpoint_dir=tmp_path)
 
     fit(4, 2, 1)
@@ -623,6 +725,8 @@ threading.Thread(target=work).start()
 @pytest.mark.faults
 @pytest.mark.sample
 def test_a_fit_in_a_thread_goes_on_and_saves_after_the_main_thread_has_ended(tmp_path):
-    done = subprocess.run([sys.executable, "-c", AFTER_MAIN, tmp_path], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_MAIN, tmp_path], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout == "trained 3\n", done.stdout + done.stderr[-2000:]
     assert fa.checkpoint.latest(tmp_path).step == 12

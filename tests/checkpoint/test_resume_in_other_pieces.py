@@ -1,4 +1,6 @@
-"""A training that goes on in other pieces ends as the uninterrupted one does, but for float32 rounding."""
+"""A training that goes on in other pieces ends as the uninterrupted one does, but for float32
+rounding.
+"""
 
 import contextlib
 import json
@@ -29,19 +31,25 @@ from fastaccum.data.stacks import Layout, Position
 
 pytestmark = pytest.mark.long
 
-# Relative to the largest number of each variable. Measured: 3e-7 for weights, 8e-6 for a momentum that is almost 0.
+# Relative to the largest number of each variable. Measured: 3e-7 for weights, 8e-6 for a momentum
+# that is almost 0.
 OF_WEIGHTS, ROUNDING = 1e-6, 2e-5
 
 
 class Whole:
-    """Trainings without interruption, one for each kind of data, with the checkpoint of every step."""
+    """Trainings without interruption, one for each kind of data, with the checkpoint of every
+    step.
+    """
 
     def __init__(self, folder):
         self.folder, self.ends, self.trainers = folder, {}, {}
 
     def trainer(self, accumulation, data):
-        """A Trainer of this data, traced once for all tests; its numbers are wrong but for the first time."""
-        keras.utils.set_random_seed(1)  # as for a new one: datasets that are made next shuffle by it
+        """A Trainer of this data, traced once for all tests; its numbers are wrong but for the
+        first time.
+        """
+        # as for a new one: datasets that are made next shuffle by it
+        keras.utils.set_random_seed(1)
         if (accumulation, data) not in self.trainers:
             self.trainers[accumulation, data] = pieces.trainer(accumulation)
         elif self.trainers[accumulation, data]._step is not None:
@@ -53,11 +61,15 @@ class Whole:
         if data not in self.ends:
             trained = self.trainer(2, data)
             saved = {"checkpoint_dir": self.folder / data, "checkpoint_every": 1, "keep": 99}
-            self.ends[data] = pieces.numbers(trained, pieces.fit(trained, getattr(pieces, data)(12), **saved))
+            self.ends[data] = pieces.numbers(
+                trained, pieces.fit(trained, getattr(pieces, data)(12), **saved)
+            )
         return self.ends[data]
 
     def until(self, step, data, folder):
-        """A folder with the checkpoint of a step of it, which was made in pieces of 12 x 2 on one device."""
+        """A folder with the checkpoint of a step of it, which was made in pieces of 12 x 2 on one
+        device.
+        """
         self.end(data)
         name = f"step-{step:08d}"
         shutil.copytree(self.folder / data / name, folder / name)
@@ -97,12 +109,16 @@ def test_pieces(whole, tmp_path, capsys, data, step, batch_size, accumulation):
     folder = whole.until(step, data, tmp_path)
     trained = whole.trainer(accumulation, data)
     options = {"checkpoint_dir": folder, "checkpoint_every": 1, "verbose": 2}
-    ended = pieces.numbers(trained, pieces.fit(trained, getattr(pieces, data)(batch_size), **options))
+    ended = pieces.numbers(
+        trained, pieces.fit(trained, getattr(pieces, data)(batch_size), **options)
+    )
     assert_same(ended, whole.end(data))
     said = capsys.readouterr().out
     assert "in other pieces: " in said
     if data == "arrays":
-        assert f"in other pieces: batch_size {batch_size} x {accumulation} instead of 12 x 2\n" in said
+        assert (
+            f"in other pieces: batch_size {batch_size} x {accumulation} instead of 12 x 2\n" in said
+        )
 
 
 def test_what_is_off_shows(whole, tmp_path):
@@ -112,11 +128,22 @@ def test_what_is_off_shows(whole, tmp_path):
         whole.until(2, "arrays", folder)
         edit_manifest(folder / "step-00000002", change)
         trained = whole.trainer(accumulation, "arrays")
-        return pieces.numbers(trained, pieces.fit(trained, {**pieces.arrays(4), **options}, checkpoint_dir=folder))
+        return pieces.numbers(
+            trained, pieces.fit(trained, {**pieces.arrays(4), **options}, checkpoint_dir=folder)
+        )
 
-    rolled = {name: np.roll(value, 1, 0) for name, value in pieces.arrays(4).items() if name != "batch_size"}
+    rolled = {
+        name: np.roll(value, 1, 0)
+        for name, value in pieces.arrays(4).items()
+        if name != "batch_size"
+    }
     with pytest.warns(RuntimeWarning, match="hold other values"):
-        assert farthest(ended(tmp_path / "row", 6, lambda manifest: None, **rolled), whole.end("arrays")) > 1e-3
+        assert (
+            farthest(
+                ended(tmp_path / "row", 6, lambda manifest: None, **rolled), whole.end("arrays")
+            )
+            > 1e-3
+        )
 
     def of_20_rows(manifest):
         manifest["description"]["batch plan"]["global_batch"] = 20
@@ -135,23 +162,31 @@ def test_back_and_forth(whole, tmp_path):
 
 
 def test_the_same_pieces_are_bit_identical(whole, tmp_path):
-    ended = pieces.run(Job(str(whole.until(3, "dataset", tmp_path)), "dataset", 12, 2), whole.trainer(2, "dataset"))
+    ended = pieces.run(
+        Job(str(whole.until(3, "dataset", tmp_path)), "dataset", 12, 2), whole.trainer(2, "dataset")
+    )
     for ours, theirs in zip(ended, whole.end("dataset"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 class Own(keras.metrics.MeanAbsoluteError):
-    """Rows of a metric of one's own are never padded: a last step of fewer rows has another shape."""
+    """Rows of a metric of one's own are never padded: a last step of fewer rows has another
+    shape.
+    """
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         return super().update_state(y_true, y_pred, sample_weight)
 
 
 def test_steps_that_were_read_ahead(tmp_path):
-    """What was read and not given out is held in the checkpoint, but for other pieces it is read again."""
+    """What was read and not given out is held in the checkpoint, but for other pieces it is read
+    again.
+    """
 
     def run(size, accumulation, stop=None):
-        trained = trainers.get(size) or pieces.trainer(accumulation, metrics=[Own(name="own")], steps_per_execution=3)
+        trained = trainers.get(size) or pieces.trainer(
+            accumulation, metrics=[Own(name="own")], steps_per_execution=3
+        )
         trainers[size] = trained
         return pieces.run(Job(str(tmp_path), "dataset", size, accumulation, stop=stop), trained)
 
@@ -164,12 +199,18 @@ def test_steps_that_were_read_ahead(tmp_path):
 
 
 def test_what_hangs_on_the_pieces_is_told(tmp_path):
-    layers = [lambda: keras.layers.Dropout(0.5, name="masks"), lambda: keras.layers.BatchNormalization(name="norm")]
+    layers = [
+        lambda: keras.layers.Dropout(0.5, name="masks"),
+        lambda: keras.layers.BatchNormalization(name="norm"),
+    ]
     of_two = pieces.trainer(2, layers=layers)
     pieces.run(Job(str(tmp_path), "in_order", 10, 2, stop=1), of_two)
     message = r"\(batch_size 20 x 1 instead of 10 x 2\), which 'masks', 'norm' depend on: the numbers will not be those"
     with pytest.warns(RuntimeWarning, match=message):
-        assert pieces.run(Job(str(tmp_path), "in_order", 20, 1), pieces.trainer(1, layers=layers)) is not None
+        assert (
+            pieces.run(Job(str(tmp_path), "in_order", 20, 1), pieces.trainer(1, layers=layers))
+            is not None
+        )
     pieces.run(Job(str(tmp_path / "same"), "in_order", 10, 2, stop=1), of_two)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -178,12 +219,16 @@ def test_what_hangs_on_the_pieces_is_told(tmp_path):
 
 @pytest.mark.parametrize("of", [keras, tf_keras])
 def test_layers_whose_rates_are_0_hang_on_no_pieces(of):
-    """They have a generator of random numbers: recurrent cells of Keras 3, and all that may draw in tf_keras."""
+    """They have a generator of random numbers: recurrent cells of Keras 3, and all that may draw in
+    tf_keras.
+    """
 
     def told(rate):
         cell = of.layers.GRUCell(2, recurrent_dropout=rate, name="cell")
         layers = [of.layers.RNN(cell), of.layers.Dropout(rate, name="masks"), of.layers.Dense(1)]
-        return models.get(of.Sequential([of.layers.InputLayer((3, 2)), *layers])).split_sensitive_layers
+        return models.get(
+            of.Sequential([of.layers.InputLayer((3, 2)), *layers])
+        ).split_sensitive_layers
 
     assert told(0.0) == []
     assert told(0.5) == ["'cell'", "'masks'"]
@@ -222,11 +267,19 @@ class OfTwoInputs(keras.Model):
     "make",
     [
         lambda: keras.Sequential([keras.layers.Dense(1)]),
-        pytest.param(lambda: keras.Sequential([KeepsItsShape(), keras.layers.Dense(1)]), marks=pytest.mark.variant),
+        pytest.param(
+            lambda: keras.Sequential([KeepsItsShape(), keras.layers.Dense(1)]),
+            marks=pytest.mark.variant,
+        ),
         OfTwoInputs,
         lambda: tf_keras.Sequential([tf_keras.layers.Dense(1)]),
     ],
-    ids=["unbuilt", "a layer that keeps a shape", "a layer that keeps two shapes", "unbuilt, tf_keras"],
+    ids=[
+        "unbuilt",
+        "a layer that keeps a shape",
+        "a layer that keeps two shapes",
+        "unbuilt, tf_keras",
+    ],
 )
 def test_a_model_that_is_built_by_its_first_batch_goes_on_in_other_pieces(tmp_path, make):
     x = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
@@ -234,8 +287,15 @@ def test_a_model_that_is_built_by_its_first_batch_goes_on_in_other_pieces(tmp_pa
     def fit(features, batch_size, accumulation, epochs, folder):
         keras.utils.set_random_seed(0)
         tf_keras.utils.set_random_seed(0)  # of its own generator, if another test has made one
-        trainer = fa.Trainer(make(), "sgd", "mse", gradient_accumulation_steps=accumulation, jit_compile=False)
-        options = {"batch_size": batch_size, "epochs": epochs, "verbose": 0, "checkpoint_dir": folder}
+        trainer = fa.Trainer(
+            make(), "sgd", "mse", gradient_accumulation_steps=accumulation, jit_compile=False
+        )
+        options = {
+            "batch_size": batch_size,
+            "epochs": epochs,
+            "verbose": 0,
+            "checkpoint_dir": folder,
+        }
         trainer.fit(x[:, :features], x[:, :1], **options)
         return trainer.model.get_weights()
 
@@ -249,7 +309,9 @@ def test_a_model_that_is_built_by_its_first_batch_goes_on_in_other_pieces(tmp_pa
 
 def test_complete_training_is_complete_in_any_pieces(whole, tmp_path, capsys):
     trained = whole.trainer(3, "dataset")
-    history = pieces.fit(trained, pieces.dataset(8), checkpoint_dir=whole.until(10, "dataset", tmp_path), verbose=2)
+    history = pieces.fit(
+        trained, pieces.dataset(8), checkpoint_dir=whole.until(10, "dataset", tmp_path), verbose=2
+    )
     assert farthest(pieces.numbers(trained, history), whole.end("dataset")) == 0
     assert "training was complete" in capsys.readouterr().out
 
@@ -258,7 +320,9 @@ def test_complete_training_is_complete_in_any_pieces(whole, tmp_path, capsys):
 
 
 def rows(seed=3):
-    return tf.data.Dataset.from_tensor_slices((pieces.X, pieces.Y, pieces.WEIGHTS)).shuffle(30, seed=seed)
+    return tf.data.Dataset.from_tensor_slices((pieces.X, pieces.Y, pieces.WEIGHTS)).shuffle(
+        30, seed=seed
+    )
 
 
 def unseeded():
@@ -315,7 +379,10 @@ REFUSED = {
     ),
     "batches of varying size": (
         lambda: {"x": ((pieces.X[:n], pieces.Y[:n]) for n in [12] * 8), "steps_per_epoch": 4},
-        lambda: {"x": ((pieces.X[:n], pieces.Y[:n]) for n in [8, 8, 8, 4, 4, 16, 8, 8, 8]), "steps_per_epoch": 4},
+        lambda: {
+            "x": ((pieces.X[:n], pieces.Y[:n]) for n in [8, 8, 8, 4, 4, 16, 8, 8, 8]),
+            "steps_per_epoch": 4,
+        },
         r"its 3 train steps so far, of 72 rows|other rows",
     ),
     "a generator that is over": (
@@ -351,7 +418,9 @@ def contents(folder):
 
 
 def steps(data, accumulation, start=None, saved=None):
-    """The rows of each train step of two epochs, as sets, and the place after each; from a place on."""
+    """The rows of each train step of two epochs, as sets, and the place after each; from a place
+    on.
+    """
     stacks = data.stacks(Layout(accumulation), None, 2)
     stacks.track()
     if saved is not None:
@@ -370,16 +439,21 @@ def steps(data, accumulation, start=None, saved=None):
 @settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_any_numbers(data):
-    """Whatever the rows of an update are cut into, each step has the same rows, from any step on."""
+    """Whatever the rows of an update are cut into, each step has the same rows, from any step
+    on.
+    """
     product = data.draw(st.integers(1, 24), "rows in an update")
     divisors = [n for n in range(1, product + 1) if product % n == 0]
     count = data.draw(st.integers(1, 60), "rows")
-    first, second = (data.draw(st.sampled_from(divisors), name) for name in ("batch_size", "another batch_size"))
+    first, second = (
+        data.draw(st.sampled_from(divisors), name) for name in ("batch_size", "another batch_size")
+    )
     x = np.arange(count, dtype="float32")[:, None]
     kinds = {
         "arrays": lambda size: source.make_data_source(x, x, batch_size=size, shuffle=True, seed=1),
         "dataset": lambda size: source.make_data_source(
-            tf.data.Dataset.from_tensor_slices((x, x)).shuffle(9, seed=1).batch(size), batch_size=None
+            tf.data.Dataset.from_tensor_slices((x, x)).shuffle(9, seed=1).batch(size),
+            batch_size=None,
         ),
     }
     make = kinds[data.draw(st.sampled_from(sorted(kinds)), "kind")]
@@ -422,12 +496,18 @@ CUTS = {"one": (12, 2), "1": (24, 1), "2": (8, 3), "4": (4, 6), "workers": (6, 4
 
 
 def start(place, jobs):
-    """What runs jobs at a place, on so many replicas or workers: a process, or nothing where this one can."""
+    """What runs jobs at a place, on so many replicas or workers: a process, or nothing where this
+    one can.
+    """
     if place == "workers":
         return two_workers(jobs)
     if place in "24":
         return process(int(place), jobs)
-    scope = contextlib.nullcontext if place == "one" else tf.distribute.MirroredStrategy(["CPU:0"]).scope
+    scope = (
+        contextlib.nullcontext
+        if place == "one"
+        else tf.distribute.MirroredStrategy(["CPU:0"]).scope
+    )
     for job in jobs:
         if (ended := pieces.run(job, pieces.trainer(job.accumulation, scope))) is not None:
             np.savez(f"{job.folder}.npz", *ended)
@@ -436,40 +516,76 @@ def start(place, jobs):
 
 @pytest.mark.faults
 def test_replicas_and_workers(whole, tmp_path):
-    """From one device to 2 and 4 replicas and two workers, from these to each other, to one replica, and back."""
+    """From one device to 2 and 4 replicas and two workers, from these to each other, to one
+    replica, and back.
+    """
     ways = {  # which training goes on where
         "arrays": [("one", "1"), ("one", "2"), ("one", "4"), ("one", "workers")],
         "dataset": [("one", "2"), ("one", "4"), ("one", "workers"), ("one", "1")],
     }
     back = {
-        "arrays": [("2", "4"), ("4", "2"), ("workers", "2"), ("4", "workers"), ("2", "one"), ("workers", "one")],
-        "dataset": [("2", "4"), ("4", "2"), ("2", "workers"), ("workers", "4"), ("4", "one"), ("4", "1")],
+        "arrays": [
+            ("2", "4"),
+            ("4", "2"),
+            ("workers", "2"),
+            ("4", "workers"),
+            ("2", "one"),
+            ("workers", "one"),
+        ],
+        "dataset": [
+            ("2", "4"),
+            ("4", "2"),
+            ("2", "workers"),
+            ("workers", "4"),
+            ("4", "one"),
+            ("4", "1"),
+        ],
     }
 
     def job(data, way):
-        return Job(str(tmp_path / f"{data} from {' to '.join(way)}"), data, *CUTS[way[-1]], way[-1] != "one")
+        return Job(
+            str(tmp_path / f"{data} from {' to '.join(way)}"),
+            data,
+            *CUTS[way[-1]],
+            way[-1] != "one",
+        )
 
     def run(ways, more=()):
         jobs = [*(job(data, way) for data, pairs in ways.items() for way in pairs), *more]
         with contextlib.ExitStack() as running:
             for place in ("workers", "4", "2", "1", "one"):
-                here = [each for each in jobs if (each.batch_size, each.accumulation) == CUTS[place]]
+                here = [
+                    each for each in jobs if (each.batch_size, each.accumulation) == CUTS[place]
+                ]
                 if here:
                     running.enter_context(start(place, here))
 
     for data, pairs in ways.items():
         for way in pairs:
-            whole.until({"arrays": 2, "dataset": 6}[data], data, pathlib.Path(job(data, way).folder))
+            whole.until(
+                {"arrays": 2, "dataset": 6}[data], data, pathlib.Path(job(data, way).folder)
+            )
     begun = {(data, way[0]): job(data, way[:1]) for data, pairs in back.items() for way in pairs}
     run(ways, begun.values())
     for data, pairs in back.items():
         for way in pairs:
-            shutil.copytree(f"{begun[data, way[0]].folder}/step-00000003", f"{job(data, way).folder}/step-00000003")
+            shutil.copytree(
+                f"{begun[data, way[0]].folder}/step-00000003",
+                f"{job(data, way).folder}/step-00000003",
+            )
     run(back)
     differences = {}
-    for each in (*(job(data, way) for data in ways for way in (*ways[data], *back[data])), *begun.values()):
+    for each in (
+        *(job(data, way) for data in ways for way in (*ways[data], *back[data])),
+        *begun.values(),
+    ):
         ended = list(np.load(f"{each.folder}.npz").values())
         expected = whole.end(each.data)
-        differences[pathlib.Path(each.folder).name] = farthest(ended[:4], expected[:4]), farthest(ended, expected)
+        differences[pathlib.Path(each.folder).name] = (
+            farthest(ended[:4], expected[:4]),
+            farthest(ended, expected),
+        )
     assert len(differences) == 26
-    assert not {way: each for way, each in differences.items() if each[0] > OF_WEIGHTS or each[1] > ROUNDING}
+    assert not {
+        way: each for way, each in differences.items() if each[0] > OF_WEIGHTS or each[1] > ROUNDING
+    }

@@ -1,4 +1,6 @@
-"""A resumed fit takes settings of the optimizer anew where `resume` names them, and a rate where callbacks set it."""
+"""A resumed fit takes settings of the optimizer anew where `resume` names them, and a rate where
+callbacks set it.
+"""
 
 import ast
 import re
@@ -18,14 +20,23 @@ pytestmark = pytest.mark.long
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
 STEPS = 4  # of an epoch
-AdamW, SGD, Scheduler = keras.optimizers.AdamW, keras.optimizers.SGD, keras.callbacks.LearningRateScheduler
+AdamW, SGD, Scheduler = (
+    keras.optimizers.AdamW,
+    keras.optimizers.SGD,
+    keras.callbacks.LearningRateScheduler,
+)
 
 
 def make(optimizer, dtype=None, **options):
     keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(8, activation="relu", dtype=dtype), keras.layers.Dense(1, dtype=dtype)]
+    layers = [
+        keras.layers.Dense(8, activation="relu", dtype=dtype),
+        keras.layers.Dense(1, dtype=dtype),
+    ]
     model = keras.Sequential([keras.Input((4,)), *layers])
-    return fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False, **options)
+    return fa.Trainer(
+        model, optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False, **options
+    )
 
 
 def fit(trainer, folder=None, **options):
@@ -34,14 +45,19 @@ def fit(trainer, folder=None, **options):
 
 
 def stop(trainer, folder, after, callbacks=(), **options):
-    """Fits until a step has been done, counted from 0 in this fit; returns how many the last checkpoint has."""
+    """Fits until a step has been done, counted from 0 in this fit; returns how many the last
+    checkpoint has.
+    """
     with pytest.raises(Interruption):
         fit(trainer, folder, callbacks=[*callbacks, StopAfter(after)], **options)
     return store.latest(folder).step
 
 
 def half():
-    return {"dtype": "mixed_float16", "loss_scale": fa.DynamicLossScale(init_scale=2.0**24, max_scale=2.0**24)}
+    return {
+        "dtype": "mixed_float16",
+        "loss_scale": fa.DynamicLossScale(init_scale=2.0**24, max_scale=2.0**24),
+    }
 
 
 # Settings of the optimizer.
@@ -80,28 +96,54 @@ CHANGES = {
     "schedule to number": (lambda: AdamW(cosine()), lambda: AdamW(1e-3), RATE),
     "schedule to schedule": (lambda: AdamW(cosine()), lambda: AdamW(cosine(steps=9)), RATE),
     "weight_decay": (lambda: AdamW(5e-3), lambda: AdamW(5e-3, weight_decay=0.3), {"weight_decay"}),
-    "clipnorm and beta_1": (lambda: AdamW(5e-3), lambda: AdamW(5e-3, clipnorm=0.1, beta_1=0.5), {"clipnorm", "beta_1"}),
-    "rate and momentum": (lambda: SGD(0.05, 0.9), lambda: SGD(0.01, 0.5), {"learning_rate", "momentum"}),
+    "clipnorm and beta_1": (
+        lambda: AdamW(5e-3),
+        lambda: AdamW(5e-3, clipnorm=0.1, beta_1=0.5),
+        {"clipnorm", "beta_1"},
+    ),
+    "rate and momentum": (
+        lambda: SGD(0.05, 0.9),
+        lambda: SGD(0.01, 0.5),
+        {"learning_rate", "momentum"},
+    ),
 }
 OF_TF_KERAS = {
     "tf_keras": (lambda: tf_keras_adam(5e-3), lambda: tf_keras_adam(1e-3), RATE),
-    "tf_keras, number to schedule": (lambda: tf_keras_adam(5e-3), lambda: tf_keras_adam(tf_keras_cosine()), RATE),
-    "tf_keras, schedule to number": (lambda: tf_keras_adam(tf_keras_cosine()), lambda: tf_keras_adam(1e-3), RATE),
+    "tf_keras, number to schedule": (
+        lambda: tf_keras_adam(5e-3),
+        lambda: tf_keras_adam(tf_keras_cosine()),
+        RATE,
+    ),
+    "tf_keras, schedule to number": (
+        lambda: tf_keras_adam(tf_keras_cosine()),
+        lambda: tf_keras_adam(1e-3),
+        RATE,
+    ),
     "legacy": (lambda: legacy(0.05, 0.9), lambda: legacy(0.01, 0.5), {"learning_rate", "momentum"}),
-    "legacy, number to schedule": (lambda: legacy(0.05, 0.9), lambda: legacy(tf_keras_cosine(), 0.9), RATE),
+    "legacy, number to schedule": (
+        lambda: legacy(0.05, 0.9),
+        lambda: legacy(tf_keras_cosine(), 0.9),
+        RATE,
+    ),
     "addons": (lambda: lookahead(0.01), lambda: lookahead(0.002), RATE),
 }
 
 
 def without_settings(trainer):
-    """The variables that go on from a training, by Keras's own lists: all but learning rates and their like."""
+    """The variables that go on from a training, by Keras's own lists: all but learning rates and
+    their like.
+    """
     held = {id(v) for variables in trainer._recipe.optimizer.settings.values() for v in variables}
     found = {id(raw(v)): v for v in state(trainer)}
-    return [v for key, v in found.items() if key not in held and "current_learning_rate" not in v.name]
+    return [
+        v for key, v in found.items() if key not in held and "current_learning_rate" not in v.name
+    ]
 
 
 def by_hand(before, after, epochs, options=dict):
-    """Trains an epoch by one optimizer, copies every variable, and trains `epochs` more by another."""
+    """Trains an epoch by one optimizer, copies every variable, and trains `epochs` more by
+    another.
+    """
     first, second = make(before(), **options()), make(after(), **options())
     fit(first)
     fit(second)  # makes its variables
@@ -115,7 +157,10 @@ def by_hand(before, after, epochs, options=dict):
     [
         *(pytest.param(change, dict, id=name) for name, change in CHANGES.items()),
         pytest.param(CHANGES["rate"], half, id="rate under a loss scale"),
-        *(pytest.param(change, dict, id=name, marks=pytest.mark.variant) for name, change in OF_TF_KERAS.items()),
+        *(
+            pytest.param(change, dict, id=name, marks=pytest.mark.variant)
+            for name, change in OF_TF_KERAS.items()
+        ),
     ],
 )
 def test_a_setting_changed_on_resume_equals_two_phases_by_hand(tmp_path, change, options):
@@ -180,9 +225,23 @@ def test_a_script_may_go_on_naming_a_setting(tmp_path, capsys):
     fit(make(AdamW(5e-3)), tmp_path)
     step = stop(make(AdamW(1e-3)), tmp_path, 10, plateau(), epochs=6, resume=RATE)
     resumed = make(AdamW(1e-3))
-    resumed.fit(X, Y, 8, 6, 2, plateau(), shuffle=False, checkpoint_dir=tmp_path, checkpoint_every=1, resume=RATE)
+    resumed.fit(
+        X,
+        Y,
+        8,
+        6,
+        2,
+        plateau(),
+        shuffle=False,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=1,
+        resume=RATE,
+    )
     assert "; as saved: learning_rate" in capsys.readouterr().out
-    assert store.latest(tmp_path).changes[0]["step"] == STEPS and len(store.latest(tmp_path).changes) == 1
+    assert (
+        store.latest(tmp_path).changes[0]["step"] == STEPS
+        and len(store.latest(tmp_path).changes) == 1
+    )
 
     expected, _ = by_hand(lambda: AdamW(5e-3), lambda: AdamW(1e-3), 0)
     fit(expected, epochs=6, initial_epoch=1, callbacks=plateau())
@@ -191,12 +250,16 @@ def test_a_script_may_go_on_naming_a_setting(tmp_path, capsys):
 
 
 def test_settings_that_are_set_between_two_fits_of_a_trainer(tmp_path):
-    """As in a new process: refused without a name, and taken with one, also where they are constants of the program."""
+    """As in a new process: refused without a name, and taken with one, also where they are
+    constants of the program.
+    """
     trainer = make(AdamW(5e-3))
     fit(trainer, tmp_path)
     trainer.optimizer.learning_rate = 1e-3
     trainer.optimizer.weight_decay = 0.3
-    with pytest.raises(IncompatibleCheckpointError, match=r"resume=\{\"learning_rate\", \"weight_decay\"\}"):
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"resume=\{\"learning_rate\", \"weight_decay\"\}"
+    ):
         fit(trainer, tmp_path, epochs=2)
     fit(trainer, tmp_path, epochs=2, resume=("weight_decay", "learning_rate"))
     expected, _ = by_hand(lambda: AdamW(5e-3), lambda: AdamW(1e-3, weight_decay=0.3), 1)
@@ -209,7 +272,9 @@ def test_names_that_are_no_settings(tmp_path):
     with pytest.raises(ValueError, match=r'resume=\{"learning_rate"\} needs a checkpoint_dir'):
         fit(trainer, resume=RATE)
     for wrong in (None, 1e-3, {"learning_rate": 1e-3}, [1]):
-        with pytest.raises(TypeError, match=r"must be a name or several, as in resume=\{\"learning_rate\"\}"):
+        with pytest.raises(
+            TypeError, match=r"must be a name or several, as in resume=\{\"learning_rate\"\}"
+        ):
             fit(trainer, tmp_path, resume=wrong)
     known = "learning_rate, weight_decay, clipnorm, .*beta_1, .*epochs and callbacks, need no name"
     for unknown in ("lr", ["learning_rate", "lr"]):
@@ -219,7 +284,11 @@ def test_names_that_are_no_settings(tmp_path):
     fit(trainer, tmp_path, resume=RATE)  # nothing to change yet
     fit(make(AdamW(5e-3)), tmp_path, epochs=2, resume="weight_decay")
     with pytest.raises(IncompatibleCheckpointError, match="loss: mse was saved") as refused:
-        fit(fa.Trainer(trainer.model, AdamW(1e-3), "mae", gradient_accumulation_steps=3), tmp_path, resume=RATE)
+        fit(
+            fa.Trainer(trainer.model, AdamW(1e-3), "mae", gradient_accumulation_steps=3),
+            tmp_path,
+            resume=RATE,
+        )
     assert "fit(..., resume" not in str(refused.value)  # that would not do
 
 
@@ -227,7 +296,9 @@ def test_names_that_are_no_settings(tmp_path):
 
 
 class Watch(Stateless):
-    """Notes the rates that `on_epoch_begin` leaves, and those that each step trains with; stands behind others."""
+    """Notes the rates that `on_epoch_begin` leaves, and those that each step trains with; stands
+    behind others.
+    """
 
     def __init__(self):
         super().__init__()
@@ -283,7 +354,9 @@ SAME = {
 @pytest.mark.parametrize(("same_trainer", "resume"), [(False, ()), (True, RATE)])
 @pytest.mark.parametrize("callbacks", SAME.values(), ids=SAME)
 def test_the_rate_of_callbacks_that_are_the_same(tmp_path, callbacks, same_trainer, resume):
-    """In mid-epoch and between epochs each hook announces the rate of the uninterrupted training, and it is used."""
+    """In mid-epoch and between epochs each hook announces the rate of the uninterrupted training,
+    and it is used.
+    """
     expected, watched = make(AdamW(5e-3)), Watch()
     fit(expected, epochs=4, callbacks=[*callbacks(), watched])
     resumed = make(AdamW(5e-3))
@@ -300,7 +373,9 @@ def test_the_rate_of_callbacks_that_are_the_same(tmp_path, callbacks, same_train
 
 
 def test_a_hook_that_would_find_another_rate_shows(tmp_path, monkeypatch):
-    """What the test above sees: without the rate that the hook had found, a relative schedule counts an epoch twice."""
+    """What the test above sees: without the rate that the hook had found, a relative schedule
+    counts an epoch twice.
+    """
     monkeypatch.setattr(settings.HookRates, "prepare_repeat", lambda self, hook: None)
     stop(make(AdamW(5e-3)), tmp_path, 5, [Scheduler(relative)], epochs=3)
     with pytest.warns(UserWarning, match="callbacks set learning_rate"):
@@ -327,11 +402,16 @@ def test_a_rate_that_other_callbacks_set_holds_where_it_is_named(tmp_path, hook)
     step = stop(make(AdamW(5e-3)), tmp_path, 5, before(), epochs=3)
     expected = make(AdamW(5e-3))
     later = after() if hook == "on_epoch_begin" else []
-    by_hand = [*before(), *(Scheduler(lambda epoch: new(epoch) if epoch > 1 else old(epoch)) for _ in later)]
+    by_hand = [
+        *before(),
+        *(Scheduler(lambda epoch: new(epoch) if epoch > 1 else old(epoch)) for _ in later),
+    ]
     fit(expected, epochs=3, callbacks=[*by_hand, SetAt(step, rate)])
 
     watch = Watch()
-    assert stop(make(AdamW(5e-3)), tmp_path, 1, [*after(), watch], epochs=3, resume=RATE) == step + 1
+    assert (
+        stop(make(AdamW(5e-3)), tmp_path, 1, [*after(), watch], epochs=3, resume=RATE) == step + 1
+    )
     assert [used for *_, used in watch.used] == pytest.approx([rate, rate])
     assert [announced for _, announced in watch.announced] == pytest.approx([rate])
     (change,) = store.latest(tmp_path).changes
@@ -349,24 +429,34 @@ def test_a_rate_that_other_callbacks_set_is_not_overridden_in_silence(tmp_path, 
     step = stop(make(AdamW(5e-3)), tmp_path, 5, before(), epochs=2)
     expected, resumed, watch = make(AdamW(5e-3)), make(AdamW(5e-3)), Watch()
     fit(expected, epochs=2, callbacks=before())
-    told = f"callbacks set learning_rate to {rate:g} in {hook}, where they had set 0.01 before the checkpoint"
+    told = (
+        f"callbacks set learning_rate to {rate:g} in {hook}, where they had set 0.01 before the "
+        "checkpoint"
+    )
     with pytest.warns(UserWarning, match=rf'{told}.*resume=\{{"learning_rate"\}}'):
         fit(resumed, tmp_path, epochs=2, callbacks=[*after(), watch])
-    assert {used for *_, used in watch.used} == {np.float32(0.01)} and len(watch.used) == 2 * STEPS - step
+    assert {used for *_, used in watch.used} == {np.float32(0.01)} and len(
+        watch.used
+    ) == 2 * STEPS - step
     assert bits(resumed) == bits(expected)
 
 
 def test_other_callbacks_count_from_the_next_epoch_where_a_fit_goes_on_between_epochs(tmp_path):
     fit(make(AdamW(5e-3)), tmp_path, callbacks=[Scheduler(old)])
     expected, resumed = make(AdamW(5e-3)), make(AdamW(5e-3))
-    fit(expected, epochs=2, callbacks=[Scheduler(lambda epoch: new(epoch) if epoch else old(epoch))])
+    fit(
+        expected, epochs=2, callbacks=[Scheduler(lambda epoch: new(epoch) if epoch else old(epoch))]
+    )
     fit(resumed, tmp_path, epochs=2, callbacks=[Scheduler(new)])
     assert bits(resumed) == bits(expected)
 
 
 def test_a_checkpoint_without_the_rates_of_hooks_goes_on_as_before(tmp_path):
     stop(make(AdamW(5e-3)), tmp_path, 5, [Scheduler(relative)], epochs=2)
-    edit_manifest(store.latest(tmp_path).path, lambda manifest: [manifest.pop(name) for name in ("rates", "changes")])
+    edit_manifest(
+        store.latest(tmp_path).path,
+        lambda manifest: [manifest.pop(name) for name in ("rates", "changes")],
+    )
     expected, resumed = make(AdamW(5e-3)), make(AdamW(5e-3))
     fit(expected, epochs=2, callbacks=[Scheduler(relative)])
     fit(resumed, tmp_path, epochs=2, callbacks=[Scheduler(relative)])

@@ -1,4 +1,6 @@
-"""Saves of workers that each write their own variables: what they tell of them, and a worker that is lost."""
+"""Saves of workers that each write their own variables: what they tell of them, and a worker that
+is lost.
+"""
 
 import dataclasses
 import os
@@ -20,7 +22,9 @@ STEPS = 4
 
 
 class TwoWorkers:
-    """One of two workers; the other one writes a share of its own, until it is lost in the save of a step."""
+    """One of two workers; the other one writes a share of its own, until it is lost in the save of
+    a step.
+    """
 
     workers = 2
 
@@ -48,7 +52,9 @@ class TwoWorkers:
             raise WorkerLostError(f"Worker {self.worker} of 2 lost worker {worker}")
         self.heard.append((int(step), worker))
         if self.is_chief:
-            store.write_share(self.folder / f"step-{int(step):08d}", fit, worker, {"of the other": np.zeros(3)})
+            store.write_share(
+                self.folder / f"step-{int(step):08d}", fit, worker, {"of the other": np.zeros(3)}
+            )
         return ""
 
     def forget(self, about):
@@ -67,7 +73,9 @@ def trainer():
 
 @pytest.fixture
 def fit(trainer, tmp_path, monkeypatch):
-    """Trains as one of two workers, with a save after each step; the slots are this worker's own."""
+    """Trains as one of two workers, with a save after each step; the slots are this worker's
+    own.
+    """
 
     def fit(workers, *callbacks):
         def training(*parts):
@@ -78,7 +86,9 @@ def fit(trainer, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(fitting.state, "Training", training)
             saves = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "keep": 9}
-            trainer.fit(X, X[:, :1], batch_size=4, epochs=1, verbose=0, callbacks=list(callbacks), **saves)
+            trainer.fit(
+                X, X[:, :1], batch_size=4, epochs=1, verbose=0, callbacks=list(callbacks), **saves
+            )
 
     return fit
 
@@ -100,9 +110,12 @@ def test_a_lost_worker_is_named_and_the_folder_is_not(fit, tmp_path, worker, los
     workers = TwoWorkers(worker, tmp_path, lost_at)
     with pytest.raises(WorkerLostError, match=f"^Worker {worker} of 2 lost worker {1 - worker}$"):
         fit(workers)
-    assert workers.forgotten == list(range(1, lost_at - 1))  # the other may still read what was told of the last
+    # the other may still read what was told of the last
+    assert workers.forgotten == list(range(1, lost_at - 1))
     if worker == 0:
-        assert [store.inspect(path).step for path in store.paths(tmp_path)] == list(range(lost_at - 1, 0, -1))
+        assert [store.inspect(path).step for path in store.paths(tmp_path)] == list(
+            range(lost_at - 1, 0, -1)
+        )
 
 
 def test_a_lost_worker_is_a_warning_beside_the_error_of_a_fit(fit, tmp_path):
@@ -110,7 +123,10 @@ def test_a_lost_worker_is_a_warning_beside_the_error_of_a_fit(fit, tmp_path):
         def on_train_end(self, logs=None):
             raise Interruption
 
-    with pytest.warns(RuntimeWarning, match="Worker 0 of 2 lost worker 1"), pytest.raises(Interruption):
+    with (
+        pytest.warns(RuntimeWarning, match="Worker 0 of 2 lost worker 1"),
+        pytest.raises(Interruption),
+    ):
         fit(TwoWorkers(0, tmp_path, lost_at=STEPS), Raising())
 
 
@@ -119,5 +135,7 @@ def test_another_error_of_a_save_names_the_folder(fit, tmp_path, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CheckpointWriteError, match=f"step 1 could not be written to '{tmp_path}': can't start new"):
+    with pytest.raises(
+        CheckpointWriteError, match=f"step 1 could not be written to '{tmp_path}': can't start new"
+    ):
         fit(TwoWorkers(0, tmp_path))

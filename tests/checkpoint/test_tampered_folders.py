@@ -1,4 +1,6 @@
-"""Folders that others had their hands in: another version's checkpoints, names taken, paths that cannot be."""
+"""Folders that others had their hands in: another version's checkpoints, names taken, paths that
+cannot be.
+"""
 
 import json
 import os
@@ -54,7 +56,9 @@ def run(tmp_path_factory):
 
 
 def content(folder):
-    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+    return {
+        str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()
+    }
 
 
 # Other versions.
@@ -72,7 +76,7 @@ def test_another_versions_checkpoint_is_refused_and_stays(run, tmp_path, of, ver
     before, weights = content(tmp_path), bits(run.trainer)
     with pytest.raises(
         IncompatibleCheckpointError,
-        match=rf"has format {version}, written by python .*tensorflow {tf.__version__}.*where this version reads 5",
+        match=rf"has format {version}, written by python .*tensorflow {tf.__version__}.*where this version reads {store.FORMAT}",
     ):
         run.fit(tmp_path)
     assert content(tmp_path) == before and bits(run.trainer) == weights
@@ -88,7 +92,9 @@ def test_a_newer_versions_checkpoint_is_known_by_its_format_alone(run, tmp_path,
         del manifest["sha256"]
     file.write_text(json.dumps(manifest))
     before, weights = content(tmp_path), bits(run.trainer)
-    with pytest.raises(IncompatibleCheckpointError, match=r"has format 6, written by python .*this version reads 5"):
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"has format 6, written by python .*this version reads 5"
+    ):
         run.fit(tmp_path, keep=1)
     assert content(tmp_path) == before and bits(run.trainer) == weights
 
@@ -97,7 +103,9 @@ def test_a_damaged_checkpoint_of_an_older_version_is_passed_over(run, tmp_path):
     run.begin(tmp_path)
     newest = store.paths(tmp_path)[0]
     edit_manifest(newest, lambda manifest: manifest.update(format=4))
-    (newest / "manifest.json").write_text((newest / "manifest.json").read_text().replace('"step": 4', '"step": 5'))
+    (newest / "manifest.json").write_text(
+        (newest / "manifest.json").read_text().replace('"step": 4', '"step": 5')
+    )
     with pytest.warns(RuntimeWarning, match="passed over: manifest.json was changed"):
         run.goes_on(tmp_path)
 
@@ -105,8 +113,12 @@ def test_a_damaged_checkpoint_of_an_older_version_is_passed_over(run, tmp_path):
 def test_other_versions_of_packages_are_told(run, tmp_path):
     run.begin(tmp_path)
     for path in store.paths(tmp_path):
-        edit_manifest(path, lambda manifest: manifest["versions"].update(tensorflow="2.1.0", keras="3.0.0"))
-    with pytest.warns(RuntimeWarning, match=rf"with tensorflow 2.1.0, now {tf.__version__}; keras 3.0.0, now") as told:
+        edit_manifest(
+            path, lambda manifest: manifest["versions"].update(tensorflow="2.1.0", keras="3.0.0")
+        )
+    with pytest.warns(
+        RuntimeWarning, match=rf"with tensorflow 2.1.0, now {tf.__version__}; keras 3.0.0, now"
+    ) as told:
         run.goes_on(tmp_path)
     assert len([each for each in told if "bits may not be" in str(each.message)]) == 1
 
@@ -115,7 +127,9 @@ def test_other_operations_on_a_cpu_are_told(run, tmp_path, monkeypatch):
     before, now = int(jit_choice.ONEDNN), int(not jit_choice.ONEDNN)
     run.begin(tmp_path)
     monkeypatch.setattr(jit_choice, "ONEDNN", not jit_choice.ONEDNN)
-    with pytest.warns(RuntimeWarning, match=f"written with TF_ENABLE_ONEDNN_OPTS {before}, now {now}"):
+    with pytest.warns(
+        RuntimeWarning, match=f"written with TF_ENABLE_ONEDNN_OPTS {before}, now {now}"
+    ):
         run.goes_on(tmp_path)
 
 
@@ -123,7 +137,15 @@ def test_other_operations_on_a_cpu_are_told(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["step-" + "9" * 200, "step-٠٠٠٠٠٠٠٩", "step-000000009", "step-9", "step-00000009.old", ".step-00000009"]
+    "name",
+    [
+        "step-" + "9" * 200,
+        "step-٠٠٠٠٠٠٠٩",
+        "step-000000009",
+        "step-9",
+        "step-00000009.old",
+        ".step-00000009",
+    ],
 )
 def test_names_that_no_checkpoint_has_are_left_alone(run, tmp_path, name):
     run.begin(tmp_path)
@@ -145,7 +167,10 @@ def test_a_state_that_a_callback_refuses_is_an_error_before_anything_moves(run, 
     with pytest.raises(Interruption):
         run.fit(tmp_path, Picky(), StopAfter(2))
     before = bits(run.trainer)
-    with pytest.raises(IncompatibleCheckpointError, match=r"Picky.set_state raised LookupError: another .*'wanted': 1"):
+    with pytest.raises(
+        IncompatibleCheckpointError,
+        match=r"Picky.set_state raised LookupError: another .*'wanted': 1",
+    ):
         run.fit(tmp_path, Picky())
     assert bits(run.trainer) == before
 
@@ -200,7 +225,8 @@ def test_a_hard_link_to_a_checkpoints_file_is_as_it_was(run, tmp_path):
         ("a\udcff", "surrogates not allowed"),
         ("n" * 300, "File name too long"),
         ("/".join(["n" * 200] * 25), "File name too long"),
-        ("/".join(["n" * 199] * 20), "File name too long"),  # not of the folder, but of what is written there
+        # not of the folder, but of what is written there
+        ("/".join(["n" * 199] * 20), "File name too long"),
         ("file/below", "Not a directory"),
         ("file", "File exists"),
         ("loop/below", "Too many levels of symbolic links"),

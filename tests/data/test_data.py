@@ -33,7 +33,9 @@ def arrays(rows):
 
 
 def used(dispatches, layout):
-    """The valid rows of an epoch's dispatches in the order of their use; checks each dispatch on the way."""
+    """The valid rows of an epoch's dispatches in the order of their use; checks each dispatch on
+    the way.
+    """
     rows = []
     for dispatch in dispatches:
         assert dispatch.is_multi_step == (dispatch.stacks[0].valid.shape.rank == 3)
@@ -54,7 +56,9 @@ def used(dispatches, layout):
         if dispatch.is_multi_step:
             # Steps beyond `steps` hold nothing, those within it something.
             counted = dispatch.stacks[0].valid.numpy()
-            assert counted.any(axis=(1, 2)).tolist() == [i < dispatch.steps for i in range(len(counted))]
+            assert counted.any(axis=(1, 2)).tolist() == [
+                i < dispatch.steps for i in range(len(counted))
+            ]
     return rows
 
 
@@ -63,7 +67,10 @@ def stacks_of(*args, layout, steps_per_epoch=None, **options):
 
 
 def epochs_of(stacks, count, first=0):
-    return [list(dispatches) for dispatches in itertools.islice(stacks.epochs(Position(first, first)), count)]
+    return [
+        list(dispatches)
+        for dispatches in itertools.islice(stacks.epochs(Position(first, first)), count)
+    ]
 
 
 def steps_of(dispatches):
@@ -72,40 +79,67 @@ def steps_of(dispatches):
 
 class TestArrays:
     @quick
-    @given(rows=st.integers(1, 40), batch_size=st.integers(1, 9), layout=LAYOUTS, shuffle=st.booleans())
+    @given(
+        rows=st.integers(1, 40), batch_size=st.integers(1, 9), layout=LAYOUTS, shuffle=st.booleans()
+    )
     def test_use_every_row_once_an_epoch(self, rows, batch_size, layout, shuffle):
-        stacks = stacks_of(**arrays(rows), batch_size=batch_size, layout=layout, shuffle=shuffle, seed=5)
+        stacks = stacks_of(
+            **arrays(rows), batch_size=batch_size, layout=layout, shuffle=shuffle, seed=5
+        )
         for epoch in epochs_of(stacks, 2):
             seen = used(epoch, stacks.layout)
             assert sorted(seen) == list(range(rows))
             assert shuffle or seen == list(range(rows))
-            assert steps_of(epoch) == stacks.steps_per_epoch == math.ceil(rows / (batch_size * layout.accumulation))
+            assert (
+                steps_of(epoch)
+                == stacks.steps_per_epoch
+                == math.ceil(rows / (batch_size * layout.accumulation))
+            )
 
     @pytest.mark.filterwarnings("ignore:.*ran out of data")
     @quick
-    @given(rows=st.integers(1, 24), batch_size=st.integers(1, 5), layout=LAYOUTS, steps_per_epoch=st.integers(1, 7))
+    @given(
+        rows=st.integers(1, 24),
+        batch_size=st.integers(1, 5),
+        layout=LAYOUTS,
+        steps_per_epoch=st.integers(1, 7),
+    )
     def test_continue_where_the_last_epoch_stopped(self, rows, batch_size, layout, steps_per_epoch):
         """An epoch ends where a pass over the rows does."""
-        stacks = stacks_of(**arrays(rows), batch_size=batch_size, layout=layout, steps_per_epoch=steps_per_epoch)
+        stacks = stacks_of(
+            **arrays(rows), batch_size=batch_size, layout=layout, steps_per_epoch=steps_per_epoch
+        )
         whole = math.ceil(rows / (batch_size * layout.accumulation))
         parts = [min(steps_per_epoch, whole - start) for start in range(0, whole, steps_per_epoch)]
         epochs = epochs_of(stacks, 2 * len(parts))
         assert [steps_of(epoch) for epoch in epochs] == 2 * parts
-        assert [row for epoch in epochs for row in used(epoch, stacks.layout)] == 2 * list(range(rows))
-        resumed = used(next(stacks.epochs(Position(0, len(epochs) - 1, parts[-1] - 1))), stacks.layout)
+        assert [row for epoch in epochs for row in used(epoch, stacks.layout)] == 2 * list(
+            range(rows)
+        )
+        resumed = used(
+            next(stacks.epochs(Position(0, len(epochs) - 1, parts[-1] - 1))), stacks.layout
+        )
         assert resumed == used(epochs[-1], stacks.layout)[-len(resumed) :]
 
-    @pytest.mark.parametrize(("steps_per_epoch", "said"), [(4, ["3 of the 4"] * 2), (2, ["1 of the 2"]), (3, [])])
+    @pytest.mark.parametrize(
+        ("steps_per_epoch", "said"), [(4, ["3 of the 4"] * 2), (2, ["1 of the 2"]), (3, [])]
+    )
     def test_that_end_before_the_steps_asked_for_say_so(self, steps_per_epoch, said):
-        stacks = stacks_of(**arrays(11), batch_size=4, layout=Layout(1), steps_per_epoch=steps_per_epoch)
+        stacks = stacks_of(
+            **arrays(11), batch_size=4, layout=Layout(1), steps_per_epoch=steps_per_epoch
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             epochs_of(stacks, 2)
-        assert [re.search(r"after (\d of the \d) steps", str(w.message)).group(1) for w in caught] == said
+        assert [
+            re.search(r"after (\d of the \d) steps", str(w.message)).group(1) for w in caught
+        ] == said
 
     def test_shuffle_the_same_way_for_the_same_seed_and_anew_in_every_epoch(self):
         def order(seed, first=0):
-            stacks = stacks_of(**arrays(50), batch_size=8, layout=Layout(2), shuffle=True, seed=seed)
+            stacks = stacks_of(
+                **arrays(50), batch_size=8, layout=Layout(2), shuffle=True, seed=seed
+            )
             return [used(epoch, stacks.layout) for epoch in epochs_of(stacks, 3, first)]
 
         one = order(1)
@@ -136,11 +170,27 @@ class TestArrays:
         assert [spec.dtype for spec in source.sample.x["b"]] == [tf.int32, tf.uint8]
 
     @pytest.mark.parametrize(
-        "dtype", ["float16", "bfloat16", "float32", ">f4", "float64", "int8", "uint8", "int64", "uint32", "bool"]
+        "dtype",
+        [
+            "float16",
+            "bfloat16",
+            "float32",
+            ">f4",
+            "float64",
+            "int8",
+            "uint8",
+            "int64",
+            "uint32",
+            "bool",
+        ],
     )
-    def test_of_every_dtype_are_gathered_to_memory_that_tensorflow_takes_over(self, dtype, monkeypatch):
+    def test_of_every_dtype_are_gathered_to_memory_that_tensorflow_takes_over(
+        self, dtype, monkeypatch
+    ):
         aligned, memory = in_rows._aligned, []
-        monkeypatch.setattr(in_rows, "_aligned", lambda *args: memory.append(aligned(*args)) or memory[-1])
+        monkeypatch.setattr(
+            in_rows, "_aligned", lambda *args: memory.append(aligned(*args)) or memory[-1]
+        )
         dtype = tf.bfloat16.as_numpy_dtype if dtype == "bfloat16" else np.dtype(dtype)
         x = np.arange(66).reshape(22, 3).astype(dtype)
         source = data.make_data_source(x, np.zeros(22), batch_size=3, seed=1)
@@ -155,13 +205,20 @@ class TestArrays:
         if source.sample.x.dtype in (tf.bfloat16, tf.bool):
             return  # DLPack has none, or not everywhere
         addresses = [np.asarray(memoryview(tensor)).ctypes.data for tensor in tensors]
-        assert set(addresses) <= {array.ctypes.data for array in memory}, "TensorFlow has made a copy"
+        assert set(addresses) <= {array.ctypes.data for array in memory}, (
+            "TensorFlow has made a copy"
+        )
         # XLA reads whole vectors: an address that TensorFlow would not have chosen may crash it.
         assert all(address % 64 == 0 for address in addresses)
 
     @pytest.mark.parametrize(
         "view",
-        [np.asfortranarray, lambda x: x[:, ::-1], lambda x: x[::2], lambda x: np.broadcast_to(x[:1], x.shape)],
+        [
+            np.asfortranarray,
+            lambda x: x[:, ::-1],
+            lambda x: x[::2],
+            lambda x: np.broadcast_to(x[:1], x.shape),
+        ],
         ids=["fortran", "reversed", "strided", "broadcast"],
     )
     def test_that_are_not_contiguous_are_not_copied_as_a_whole(self, view):
@@ -193,7 +250,12 @@ class TestArrays:
 
     @pytest.mark.parametrize(
         "x",
-        [np.array(["text"]), np.array([object()]), tf.ragged.constant([[1.0], [2.0, 3.0]]), [1.0, 2.0]],
+        [
+            np.array(["text"]),
+            np.array([object()]),
+            tf.ragged.constant([[1.0], [2.0, 3.0]]),
+            [1.0, 2.0],
+        ],
     )
     def test_that_are_no_dense_numbers_say_so(self, x):
         with pytest.raises(TypeError, match=r"x holds|x has dtype"):
@@ -233,13 +295,18 @@ class TestDatasets:
         known=st.booleans(),
     )
     def test_use_every_row_once_an_epoch(self, sizes, layout, known):
-        if not all(sum(sizes[i : i + layout.accumulation]) for i in range(0, len(sizes), layout.accumulation)):
+        if not all(
+            sum(sizes[i : i + layout.accumulation])
+            for i in range(0, len(sizes), layout.accumulation)
+        ):
             sizes = [size + 1 for size in sizes]
         dataset = batched(sizes)
         if known:
             dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(sizes)))
         stacks = stacks_of(dataset, batch_size=None, layout=layout)
-        assert stacks.steps_per_epoch == (math.ceil(len(sizes) / layout.accumulation) if known else None)
+        assert stacks.steps_per_epoch == (
+            math.ceil(len(sizes) / layout.accumulation) if known else None
+        )
         for epoch in epochs_of(stacks, 2):
             assert used(epoch, stacks.layout) == list(range(sum(sizes)))
             assert steps_of(epoch) == math.ceil(len(sizes) / layout.accumulation)
@@ -250,7 +317,9 @@ class TestDatasets:
         assert {tuple(d.stacks[0].x.shape) for d in epoch} == {(2, 4)}
 
     def test_keep_their_batches_where_rows_must_be_exact(self):
-        stacks = stacks_of(batched([4, 4, 3, 2]), batch_size=None, layout=Layout(3, exact_rows=True))
+        stacks = stacks_of(
+            batched([4, 4, 3, 2]), batch_size=None, layout=Layout(3, exact_rows=True)
+        )
         (epoch,) = epochs_of(stacks, 1)
         shapes = [[tuple(stack.x.shape) for stack in dispatch.stacks] for dispatch in epoch]
         assert shapes == [[(2, 4), (1, 3)], [(1, 2)]]
@@ -294,12 +363,18 @@ class TestDatasets:
         assert [used(epoch, stacks.layout) for epoch in epochs] == expected
         # Of three steps it is not known that they were the last.
         stacks = stacks_of(batched([2] * 6), batch_size=None, layout=Layout(2), steps_per_epoch=3)
-        assert [used(epoch, stacks.layout) for epoch in epochs_of(stacks, 2)] == [list(range(12))] * 2
+        assert [used(epoch, stacks.layout) for epoch in epochs_of(stacks, 2)] == [
+            list(range(12))
+        ] * 2
 
     @pytest.mark.parametrize(
         ("dataset", "error", "message"),
         [
-            (tf.data.Dataset.from_tensor_slices(([1.0, 2.0], [1.0, 2.0])), ValueError, "not batched"),
+            (
+                tf.data.Dataset.from_tensor_slices(([1.0, 2.0], [1.0, 2.0])),
+                ValueError,
+                "not batched",
+            ),
             (tf.data.Dataset.range(4).batch(2), ValueError, "no targets"),
             (tf.data.Dataset.range(0).map(lambda i: (i, i)).batch(2), ValueError, "empty"),
             (tf.data.Dataset.from_tensors((["a"], [1])), TypeError, "string"),
@@ -320,14 +395,20 @@ class TestDatasets:
 
     def test_lengths_that_differ_say_so_on_replicas(self):
         stacks = stacks_of(
-            of_lengths(3, 4), batch_size=None, layout=Layout(2, may_be_apart=False, replicas=2, shards=slice(0, 2))
+            of_lengths(3, 4),
+            batch_size=None,
+            layout=Layout(2, may_be_apart=False, replicas=2, shards=slice(0, 2)),
         )
-        with pytest.raises(ValueError, match=r"(?s)of different shapes.*padded_batch\(k \* b\).unbatch\(\).batch\(b\)"):
+        with pytest.raises(
+            ValueError,
+            match=r"(?s)of different shapes.*padded_batch\(k \* b\).unbatch\(\).batch\(b\)",
+        ):
             epochs_of(stacks, 1)
 
     def test_x_and_y_of_different_rows_say_so(self):
         dataset = tf.data.Dataset.from_generator(
-            lambda: iter([(np.zeros(2), np.zeros(3))]), output_signature=(tf.TensorSpec([None]),) * 2
+            lambda: iter([(np.zeros(2), np.zeros(3))]),
+            output_signature=(tf.TensorSpec([None]),) * 2,
         )
         stacks = stacks_of(dataset, batch_size=None, layout=Layout(2))
         with pytest.raises(ValueError, match="different numbers of rows"):
@@ -390,14 +471,19 @@ def test_a_generator_that_is_used_up_ends_the_training(trainer):
         history = trained(trainer, slices(), steps_per_epoch=2, epochs=4)  # 6 batches: 3 steps
     assert len(history[1]) == 2
     assert int(trainer.optimizer.iterations) == before + 3
-    assert any("x (generator) ran out of data after 1 of the 2 steps" in str(w.message) for w in said)
+    assert any(
+        "x (generator) ran out of data after 1 of the 2 steps" in str(w.message) for w in said
+    )
     assert any("x (generator) is used up, which ends the training" in str(w.message) for w in said)
 
 
 def test_a_validation_that_cannot_be_read_again_speaks_of_validation_steps(trainer):
     before = int(trainer.optimizer.iterations)
     cases = [
-        (batched([4, 4]).as_numpy_iterator(), "is used up .*: pass validation_steps that it lasts for"),
+        (
+            batched([4, 4]).as_numpy_iterator(),
+            "is used up .*: pass validation_steps that it lasts for",
+        ),
         (batched([4, 4]).repeat(), "is infinite: pass validation_steps"),
     ]
     for validation, match in cases:
@@ -412,9 +498,21 @@ def test_a_validation_whose_generator_is_used_up_is_refused(trainer):
     validated = Validated()
     with (
         pytest.warns(UserWarning, match=r"validation_data .* is used up, which ends the training"),
-        pytest.raises(ValueError, match=r"validation_data .* is used up .*: pass validation_steps that it lasts for"),
+        pytest.raises(
+            ValueError,
+            match=r"validation_data .* is used up .*: pass validation_steps that it lasts for",
+        ),
     ):
-        trained(trainer, X, Y, 4, epochs=3, validation_data=slices(), validation_steps=3, callbacks=[validated])
+        trained(
+            trainer,
+            X,
+            Y,
+            4,
+            epochs=3,
+            validation_data=slices(),
+            validation_steps=3,
+            callbacks=[validated],
+        )
     assert validated.epochs == 2  # 6 batches
 
 
@@ -464,18 +562,28 @@ class TestClassWeights:
         np.testing.assert_array_equal(self.weights(self.LABELS, weights), self.EXPECTED * weights)
         tokens_BT = np.stack([self.LABELS, self.LABELS[::-1]])
         expected_BT = np.stack([self.EXPECTED, 2 * self.EXPECTED[::-1]])
-        np.testing.assert_array_equal(self.weights(tokens_BT, [1, 2] * np.ones(2), True), expected_BT)
+        np.testing.assert_array_equal(
+            self.weights(tokens_BT, [1, 2] * np.ones(2), True), expected_BT
+        )
 
     def test_are_counted_in_a_dataset_without_a_warning(self, caplog):
         dataset = tf.data.Dataset.from_tensor_slices((np.zeros(5), self.LABELS)).batch(5)
-        stacks = stacks_of(dataset, batch_size=None, layout=Layout(1), class_weight=self.CLASS_WEIGHT)
+        stacks = stacks_of(
+            dataset, batch_size=None, layout=Layout(1), class_weight=self.CLASS_WEIGHT
+        )
         ((dispatch,),) = epochs_of(stacks, 1)
         np.testing.assert_array_equal(dispatch.stacks[0].sample_weight.numpy()[0], self.EXPECTED)
         assert "AutoGraph" not in caplog.text
 
     def test_need_a_single_output(self):
         with pytest.raises(ValueError, match="single output"):
-            stacks_of(np.zeros(2), [np.zeros(2)] * 2, batch_size=2, layout=Layout(1), class_weight={0: 2.0})
+            stacks_of(
+                np.zeros(2),
+                [np.zeros(2)] * 2,
+                batch_size=2,
+                layout=Layout(1),
+                class_weight={0: 2.0},
+            )
 
 
 @pytest.mark.parametrize("rows", [5, 10, 33])
@@ -494,7 +602,9 @@ def test_a_validation_split_is_that_of_keras(rows, fraction):
 
 def test_rows_are_cast_without_a_warning_about_what_was_in_memory(monkeypatch):
     """A signalling NaN that somebody left there raised "invalid value encountered in cast"."""
-    monkeypatch.setattr(in_rows, "_aligned", lambda shape, dtype: np.full(shape, 0x7FA00000, "uint32").view(dtype))
+    monkeypatch.setattr(
+        in_rows, "_aligned", lambda shape, dtype: np.full(shape, 0x7FA00000, "uint32").view(dtype)
+    )
     array = np.arange(12.0).reshape(6, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -554,7 +664,9 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def trainer():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+    )
     return fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2)
 
 
@@ -568,7 +680,8 @@ def trained(trainer, *args, **kwargs):
 @pytest.mark.parametrize("kind", KINDS)
 def test_fit_learns_the_same_from_every_kind_of_data(trainer, kind):
     if kind == "infinite":
-        # A pass over repeated data has no end to pad at: two epochs of the first two of its three steps.
+        # A pass over repeated data has no end to pad at: two epochs of the first two of its three
+        # steps.
         expected = trained(trainer, X[:16], Y[:16], 4, sample_weight=W[:16])
         found = trained(trainer, KINDS[kind](), steps_per_epoch=2)
     else:
@@ -583,7 +696,9 @@ def test_fit_learns_the_same_from_every_kind_of_data(trainer, kind):
 
 def rows_of(dispatches):
     """Of each train step, the numbers of its rows in X."""
-    valid = (stack.x.numpy()[stack.valid.numpy()] for dispatch in dispatches for stack in dispatch.stacks)
+    valid = (
+        stack.x.numpy()[stack.valid.numpy()] for dispatch in dispatches for stack in dispatch.stacks
+    )
     return [[int(np.argmax((row == X).all(1))) for row in rows] for rows in valid]
 
 
@@ -603,7 +718,9 @@ class Shuffling(Sequence):
 
 @pytest.mark.parametrize(("kind", "expected"), [(Sequence, [2, 2, 2]), (Rows, [2, 1, 2])])
 def test_steps_per_epoch_is_counted_as_that_keras_counts_it(kind, expected):
-    """tf_keras begins a Sequence anew in each epoch; Keras 3 goes on with a PyDataset, and ends the epoch with it."""
+    """tf_keras begins a Sequence anew in each epoch; Keras 3 goes on with a PyDataset, and ends the
+    epoch with it.
+    """
     stacks = stacks_of(kind(), batch_size=None, layout=Layout(2), steps_per_epoch=2)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*ran out of data")
@@ -615,7 +732,9 @@ def test_steps_per_epoch_is_counted_as_that_keras_counts_it(kind, expected):
 
 def test_a_sequence_that_begins_anew_is_resumed_in_its_epoch():
     def stacks(sequence, steps_per_epoch=2):
-        stacks = stacks_of(sequence, batch_size=None, layout=Layout(2), steps_per_epoch=steps_per_epoch)
+        stacks = stacks_of(
+            sequence, batch_size=None, layout=Layout(2), steps_per_epoch=steps_per_epoch
+        )
         stacks.track()
         return stacks
 
@@ -635,7 +754,9 @@ def test_a_sequence_that_begins_anew_is_resumed_in_its_epoch():
 def test_predict_takes_what_the_other_keras_reads_batches_from():
     layers = [tf_keras.layers.Input((3,)), tf_keras.layers.Dense(1)]
     trainer = fa.Trainer(tf_keras.Sequential(layers), "sgd", "mse", jit_compile=False)
-    np.testing.assert_allclose(trainer.predict(Rows(), verbose=0), trainer.predict(X, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(
+        trainer.predict(Rows(), verbose=0), trainer.predict(X, verbose=0), rtol=1e-5
+    )
 
 
 def test_a_map_that_keeps_a_state_is_read_again_as_often_as_it_was():
@@ -644,7 +765,11 @@ def test_a_map_that_keeps_a_state_is_read_again_as_often_as_it_was():
     def stacks():
         seen = tf.Variable(0.0)
         dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(4)
-        stacks = stacks_of(dataset.map(lambda x, y: (x + seen.assign_add(1.0), y)), batch_size=None, layout=Layout(2))
+        stacks = stacks_of(
+            dataset.map(lambda x, y: (x + seen.assign_add(1.0), y)),
+            batch_size=None,
+            layout=Layout(2),
+        )
         stacks.track()
         return stacks, seen
 
@@ -662,13 +787,20 @@ def test_a_map_that_keeps_a_state_is_read_again_as_often_as_it_was():
 
 
 def test_a_workers_own_dataset_goes_on_by_the_number_of_steps():
-    """What the chief saved says how far each worker was in data of its own, and nothing of the chief's."""
+    """What the chief saved says how far each worker was in data of its own, and nothing of the
+    chief's.
+    """
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
 
     def stacks(worker):
         rows = np.arange(10) + 100 * worker
-        dataset = tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(10, seed=3).batch(2).with_options(options)
+        dataset = (
+            tf.data.Dataset.from_tensor_slices((rows, rows))
+            .shuffle(10, seed=3)
+            .batch(2)
+            .with_options(options)
+        )
         layout = Layout(1, replicas=2, shards=slice(worker, worker + 1))
         return stacks_of(dataset, batch_size=None, layout=layout)
 
@@ -682,7 +814,10 @@ def test_a_workers_own_dataset_goes_on_by_the_number_of_steps():
     plain, tensors = chief.position()
     assert not tensors
     resumed.restore(plain, tensors)
-    assert rows(next(resumed.epochs(Position(0, 0, 2))), 3) == rows(next(other.epochs(Position(0, 0))), 5)[2:]
+    assert (
+        rows(next(resumed.epochs(Position(0, 0, 2))), 3)
+        == rows(next(other.epochs(Position(0, 0))), 5)[2:]
+    )
 
 
 def sparse_kinds():
@@ -691,12 +826,20 @@ def sparse_kinds():
     return {
         "tf": (tf.sparse.from_dense(values), values),
         "tf, twice": (twice, np.array([[0, 3, 0], [0, 0, 0], [3, 0, 0]], "float32")),
-        "tf, three axes": (tf.sparse.from_dense(values.reshape(11, 2, 3)), values.reshape(11, 2, 3)),
-        **{name: (getattr(scipy, f"{name}_matrix")(values), values) for name in ("csr", "csc", "coo", "lil", "bsr")},
+        "tf, three axes": (
+            tf.sparse.from_dense(values.reshape(11, 2, 3)),
+            values.reshape(11, 2, 3),
+        ),
+        **{
+            name: (getattr(scipy, f"{name}_matrix")(values), values)
+            for name in ("csr", "csc", "coo", "lil", "bsr")
+        },
     }
 
 
-@pytest.mark.parametrize("kind", ["tf", "tf, twice", "tf, three axes", "csr", "csc", "coo", "lil", "bsr"])
+@pytest.mark.parametrize(
+    "kind", ["tf", "tf, twice", "tf, three axes", "csr", "csc", "coo", "lil", "bsr"]
+)
 def test_sparse_arrays_become_dense_a_stack_at_a_time(kind):
     sparse, dense = sparse_kinds()[kind]
     source = data.make_data_source(sparse, np.zeros(len(dense)), batch_size=2, shuffle=True, seed=3)
@@ -731,4 +874,6 @@ def test_a_dataset_is_not_tuned_unless_its_options_say_so(given):
         options = tf.data.Options()
         options.autotune.enabled = given
         dataset = dataset.with_options(options)
-    assert data.make_data_source(dataset, batch_size=None).dataset.options().autotune.enabled is bool(given)
+    assert data.make_data_source(
+        dataset, batch_size=None
+    ).dataset.options().autotune.enabled is bool(given)

@@ -65,7 +65,9 @@ def test_dtypes_and_shapes_are_those_of_keras():
 def test_sparse_rows_become_dense(kind):
     random = np.random.default_rng(0)
     dense = [random.binomial(1, 0.3, (rows, 6)).astype("float32") for rows in (4, 2, 5)]
-    make = pytest.importorskip("scipy.sparse").csr_matrix if kind == "scipy" else tf.sparse.from_dense
+    make = (
+        pytest.importorskip("scipy.sparse").csr_matrix if kind == "scipy" else tf.sparse.from_dense
+    )
     batches = read((make(x), x[:, :1]) for x in dense)
     for batch, x in zip(batches, dense, strict=True):
         np.testing.assert_array_equal(batch.x, x)
@@ -73,11 +75,17 @@ def test_sparse_rows_become_dense(kind):
 
 def test_a_batch_of_another_shape_or_structure_is_refused_by_name():
     x = np.ones([2, 3], "float32")
-    with pytest.raises(ValueError, match=r"x \(generator\) yielded an array of shape \(2, 4\) where \(None, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"x \(generator\) yielded an array of shape \(2, 4\) where \(None, 3\)"
+    ):
         read(batches_of(x, x, np.ones([2, 4], "float32")))
-    with pytest.raises(ValueError, match=r"x \(list_iterator\) yielded None where an array was expected"):
+    with pytest.raises(
+        ValueError, match=r"x \(list_iterator\) yielded None where an array was expected"
+    ):
         read(iter([(x, x, x[:, 0]), (x, x, x[:, 0]), (x, x, None)]))
-    with pytest.raises(ValueError, match=r"x \(list_iterator\) yielded a batch of another structure"):
+    with pytest.raises(
+        ValueError, match=r"x \(list_iterator\) yielded a batch of another structure"
+    ):
         read(iter([(x, x), (x, x), (x,)]))
 
 
@@ -91,7 +99,9 @@ def test_a_masked_array_is_refused():
         def __getitem__(self, i):
             return np.ma.masked_array(x, mask=x * (i == 2)), x[:, :1]
 
-    trainer = fa.Trainer(keras.Sequential([keras.layers.Dense(1)]), "sgd", "mse", gradient_accumulation_steps=3)
+    trainer = fa.Trainer(
+        keras.Sequential([keras.layers.Dense(1)]), "sgd", "mse", gradient_accumulation_steps=3
+    )
     with pytest.raises(TypeError, match=r"x \(Batches\) is a masked array with 6 masked elements"):
         trainer.fit(Batches(), shuffle=False, verbose=0)
 
@@ -147,7 +157,12 @@ def test_workers_end_with_a_fit_that_is_left_in_its_middle(processes):
     before = threads()
     model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
     trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False)
-    trainer.fit(Batches(workers=2, use_multiprocessing=processes), shuffle=False, verbose=0, callbacks=[Stop()])
+    trainer.fit(
+        Batches(workers=2, use_multiprocessing=processes),
+        shuffle=False,
+        verbose=0,
+        callbacks=[Stop()],
+    )
     end = time.monotonic() + 30
     while threads() - before and time.monotonic() < end:
         time.sleep(0.05)
@@ -218,7 +233,9 @@ class Pairs(keras.Model):
 
 
 @pytest.mark.parametrize("kind", ["generator", "dataset"])
-@pytest.mark.parametrize("others", [(), (None,), (None, None)], ids=["alone", "no target", "neither"])
+@pytest.mark.parametrize(
+    "others", [(), (None,), (None, None)], ids=["alone", "no target", "neither"]
+)
 def test_inputs_that_are_a_tuple_are_no_targets(others, kind):
     if others and kind == "dataset":
         pytest.skip("tf.data takes no None")
@@ -228,7 +245,9 @@ def test_inputs_that_are_a_tuple_are_no_targets(others, kind):
 
     def data():
         if kind == "dataset":
-            return tf.data.Dataset.from_generator(lambda: iter([element] * 3), output_signature=spec)
+            return tf.data.Dataset.from_generator(
+                lambda: iter([element] * 3), output_signature=spec
+            )
         return (element for _ in range(9))
 
     found = []
@@ -240,11 +259,19 @@ def test_inputs_that_are_a_tuple_are_no_targets(others, kind):
 
 def test_a_generator_trains_as_its_arrays_do():
     random = np.random.default_rng(0)
-    x, y = random.normal(size=(24, 3)).astype("float32"), random.normal(size=(24, 1)).astype("float32")
+    x, y = (
+        random.normal(size=(24, 3)).astype("float32"),
+        random.normal(size=(24, 1)).astype("float32"),
+    )
     found = []
-    for data in [{"x": x, "y": y, "batch_size": 4}, {"x": ((x[i : i + 4], y[i : i + 4]) for i in range(0, 24, 4))}]:
+    for data in [
+        {"x": x, "y": y, "batch_size": 4},
+        {"x": ((x[i : i + 4], y[i : i + 4]) for i in range(0, 24, 4))},
+    ]:
         keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
+        model = keras.Sequential(
+            [keras.Input([3]), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+        )
         trainer = fa.Trainer(model, "adam", "mse", gradient_accumulation_steps=3)
         trainer.fit(**data, shuffle=False, verbose=0)
         found.append(model.get_weights())

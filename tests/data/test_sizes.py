@@ -1,4 +1,6 @@
-"""How many sizes micro-batches are filled up to, and how much of what is computed only fills them up."""
+"""How many sizes micro-batches are filled up to, and how much of what is computed only fills them
+up.
+"""
 
 import json
 import math
@@ -38,7 +40,9 @@ def shapes(stacks):
 
 
 def arranged(layout, steps):
-    """Returns the shapes that the stacks of steps of (rows, length) have, and the share of them that only fills up."""
+    """Returns the shapes that the stacks of steps of (rows, length) have, and the share of them
+    that only fills up.
+    """
     sizes = Sizes("x", OPEN, layout)
     seen, given, computed = set(), 0, 0
     for step in steps:
@@ -64,7 +68,9 @@ def test_rows_that_are_uniform_waste_a_fifth_with_three_programs(accumulation):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a share above a fifth
             for step in range(200):
-                rows = [32 if step == 0 else int(each) for each in random.integers(1, 33, accumulation)]
+                rows = [
+                    32 if step == 0 else int(each) for each in random.integers(1, 33, accumulation)
+                ]
                 joined = Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))
                 (stack,), apart = sizes.arrange([joined], rows)
                 assert not apart and stack.valid.numpy().sum() == sum(rows)
@@ -77,7 +83,9 @@ def test_rows_that_are_uniform_waste_a_fifth_with_three_programs(accumulation):
 
 
 @pytest.mark.parametrize("one_trace", ["at first", "always"])
-def test_one_trace_for_all_rows_serves_until_programs_earn_their_compilation(one_trace, monkeypatch):
+def test_one_trace_for_all_rows_serves_until_programs_earn_their_compilation(
+    one_trace, monkeypatch
+):
     monkeypatch.setattr(of_sizes, "STEPS_TO_EARN", 50)
     random = np.random.default_rng(0)
     sizes = Sizes("x", ROWS, Layout(3, one_trace=one_trace))
@@ -110,7 +118,9 @@ def steps_of(*steps):
     sizes = Sizes("x", ROWS, Layout(2))
     used = []
     for rows in steps:
-        (stack,), _ = sizes.arrange([Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))], list(rows))
+        (stack,), _ = sizes.arrange(
+            [Batch(tf.ones([sum(rows), 2]), tf.ones([sum(rows)]))], list(rows)
+        )
         used.append(stack.valid.shape[1])
     return used
 
@@ -122,7 +132,9 @@ def test_a_size_that_has_a_program_is_used_after_a_larger_batch_came():
 
 
 def test_the_share_that_fills_up_is_told_of_once():
-    with pytest.warns(RuntimeWarning, match=r"x: batches differ .* of 4 or 17 or 32 .* first 32 .* 34% ") as told:
+    with pytest.warns(
+        RuntimeWarning, match=r"x: batches differ .* of 4 or 17 or 32 .* first 32 .* 34% "
+    ) as told:
         steps_of(*[(32, 1), (1, 2), (4, 4), (9, 9), (1, 1), (5, 1), (2, 1)] * 12)
     assert len(told) == 1
 
@@ -138,7 +150,10 @@ def test_lengths_that_are_log_normal_waste_less_than_a_quarter():
 def test_ten_sizes_and_a_hundred_lengths_need_few_programs():
     random = np.random.default_rng(0)
     sizes = [17, 9, 32, 5, 21, 8, 30, 3, 13, 26]
-    steps = [[(int(r), int(random.integers(8, 109))) for r in random.choice(sizes, 3)] for _ in range(200)]
+    steps = [
+        [(int(r), int(random.integers(8, 109))) for r in random.choice(sizes, 3)]
+        for _ in range(200)
+    ]
     seen, _ = arranged(Layout(3, padding=Exact()), steps)
     assert len(seen) <= 7  # and one that ends the update
 
@@ -151,7 +166,10 @@ def test_one_length_is_not_padded():
 @pytest.mark.parametrize("most", [1, 2, 6])
 def test_max_programs_bounds_the_lengths(most):
     random = np.random.default_rng(0)
-    steps = [[(4, 128)] * 2, *([(4, int(random.integers(2, 129))) for _ in range(2)] for _ in range(60))]
+    steps = [
+        [(4, 128)] * 2,
+        *([(4, int(random.integers(2, 129))) for _ in range(2)] for _ in range(60)),
+    ]
     seen, _ = arranged(Layout(2, padding=Exact(), max_programs=most), steps)
     assert len({shape for shape in seen if not isinstance(shape, frozenset)}) <= most
 
@@ -162,7 +180,9 @@ def test_lengths_that_grow_take_few_programs():
 
 
 def test_lengths_stay_where_padding_changes_a_result():
-    seen, wasted = arranged(Layout(3), [[(4, length) for length in (7, 9, 11)], [(4, length) for length in (9, 7, 8)]])
+    seen, wasted = arranged(
+        Layout(3), [[(4, length) for length in (7, 9, 11)], [(4, length) for length in (9, 7, 8)]]
+    )
     assert len(seen) == 4 and wasted == 0
 
 
@@ -171,7 +191,9 @@ def test_together_nothing_is_padded_where_rows_of_padding_count():
         def is_same(self, given, padded, thoroughly):
             return not (given.x.numpy() == 0).all(axis=(1, 2)).any()
 
-    sizes = Sizes("x", OPEN, Layout(2, may_be_apart=False, replicas=2, padding=ExactButForEmptyRows()))
+    sizes = Sizes(
+        "x", OPEN, Layout(2, may_be_apart=False, replicas=2, padding=ExactButForEmptyRows())
+    )
     sizes.arrange([batch(2, 5), batch(2, 7)], [2, 2])
     empty = batch(2, 6)
     empty = empty._replace(x=empty.x * [[[0.0]], [[1.0]]])
@@ -201,7 +223,10 @@ def test_a_place_that_was_restored_goes_on_alike(layout, lengths_vary, saved_at,
     monkeypatch.setattr(of_sizes, "STEPS_TO_EARN", 40)
     random = np.random.default_rng(0)
     longest = 40 if lengths_vary else 5
-    steps = [[(int(random.integers(1, 9)), int(random.integers(4, longest))) for _ in range(3)] for _ in range(60)]
+    steps = [
+        [(int(random.integers(1, 9)), int(random.integers(4, longest))) for _ in range(3)]
+        for _ in range(60)
+    ]
     one = Sizes("x", OPEN, layout)
     for at, step in enumerate(steps):
         if at == saved_at:
@@ -211,4 +236,6 @@ def test_a_place_that_was_restored_goes_on_alike(layout, lengths_vary, saved_at,
         stacks, apart = one.arrange(*arguments)
         if at >= saved_at:
             again, also = other.arrange(*arguments)
-            assert apart == also and list(map(shapes, [[s] for s in stacks])) == list(map(shapes, [[s] for s in again]))
+            assert apart == also and list(map(shapes, [[s] for s in stacks])) == list(
+                map(shapes, [[s] for s in again])
+            )

@@ -27,7 +27,9 @@ def model_of_text():
 
 
 class Task(keras.Model):
-    """What KerasHub's tasks do: `preprocess_samples` of raw batches in fit, evaluate and predict."""
+    """What KerasHub's tasks do: `preprocess_samples` of raw batches in fit, evaluate and
+    predict.
+    """
 
     def __init__(self):
         super().__init__()
@@ -45,7 +47,9 @@ class Task(keras.Model):
         return self.head(keras.ops.mean(self.embedding(x["ids"]), axis=1))
 
     def data(self, *given):
-        return tf.data.Dataset.from_tensor_slices(given).batch(len(TEXT)).map(self.preprocess_samples)
+        return (
+            tf.data.Dataset.from_tensor_slices(given).batch(len(TEXT)).map(self.preprocess_samples)
+        )
 
     def predict(self, x, batch_size=None, **options):
         return super().predict(self.data(x), **options)
@@ -61,7 +65,9 @@ def trainer_of(model, **options):
 
 
 def reference(model, data):
-    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], weighted_metrics=[], run_eagerly=True)
+    model.compile(
+        keras.optimizers.SGD(0.1), "mse", metrics=["mae"], weighted_metrics=[], run_eagerly=True
+    )
     history = model.fit(data, epochs=2, verbose=0).history
     return history, model.evaluate(data, verbose=0), [w.numpy() for w in model.trainable_variables]
 
@@ -79,7 +85,9 @@ def assert_trained(trainer, history, expected, *data):
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-5, atol=1e-6)
     x, *rest = data
     weight = {"sample_weight": rest.pop()} if len(rest) == 2 else {}
-    np.testing.assert_allclose(trainer.evaluate(x, *rest, **weight, verbose=0), evaluated, rtol=1e-5)
+    np.testing.assert_allclose(
+        trainer.evaluate(x, *rest, **weight, verbose=0), evaluated, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,17 +117,22 @@ def test_a_tf_keras_model_encodes_text_without_xla():
         vectorize = tf_keras.layers.TextVectorization(max_tokens=8, output_sequence_length=3)
         vectorize.adapt(TEXT)
         inputs = tf_keras.Input((1,), dtype=tf.string)
-        h = tf_keras.layers.Embedding(8, 3, embeddings_initializer=tf_keras.initializers.RandomUniform(seed=1))(
-            vectorize(inputs)
+        h = tf_keras.layers.Embedding(
+            8, 3, embeddings_initializer=tf_keras.initializers.RandomUniform(seed=1)
+        )(vectorize(inputs))
+        return tf_keras.Model(
+            inputs,
+            tf_keras.layers.Dense(1, kernel_initializer="ones")(tf_keras.layers.Flatten()(h)),
         )
-        return tf_keras.Model(inputs, tf_keras.layers.Dense(1, kernel_initializer="ones")(tf_keras.layers.Flatten()(h)))
 
     theirs = model()
     theirs.compile(tf_keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
     expected = theirs.fit(TEXT.astype(object)[:, None], Y, batch_size=12, verbose=0).history["loss"]
     optimizer = tf_keras.optimizers.SGD(0.1)
     ours = fa.Trainer(model(), optimizer, "mse", gradient_accumulation_steps=3, jit_compile=False)
-    assert ours.fit(TEXT[:, None], Y, batch_size=4, verbose=0).history["loss"] == pytest.approx(expected, rel=1e-5)
+    assert ours.fit(TEXT[:, None], Y, batch_size=4, verbose=0).history["loss"] == pytest.approx(
+        expected, rel=1e-5
+    )
     for a, b in zip(ours.model.trainable_variables, theirs.trainable_variables, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
 
@@ -129,8 +142,12 @@ def test_text_that_xla_cannot_hold_says_what_to_do():
         trainer_of(model_of_text(), jit_compile=True)
     plain = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     for x in (TEXT, tf.constant(TEXT), dataset(TEXT, Y)):
-        with pytest.raises(TypeError, match=r"^x .*dtype .*: pass numbers.*without jit_compile=True"):
-            trainer_of(plain, jit_compile=True).fit(x, *(() if isinstance(x, tf.data.Dataset) else (Y,)), verbose=0)
+        with pytest.raises(
+            TypeError, match=r"^x .*dtype .*: pass numbers.*without jit_compile=True"
+        ):
+            trainer_of(plain, jit_compile=True).fit(
+                x, *(() if isinstance(x, tf.data.Dataset) else (Y,)), verbose=0
+            )
     for data in ((np.ones((12, 1)), TEXT), (dataset(np.ones((12, 1)), TEXT),)):
         with pytest.raises(TypeError, match=r"dtype .*: pass numbers"):
             trainer_of(plain, jit_compile=False).fit(*data, verbose=0)
@@ -139,8 +156,15 @@ def test_text_that_xla_cannot_hold_says_what_to_do():
 @pytest.mark.parametrize(
     ("data", "jit_compile"),
     [
-        pytest.param((TEXT.tolist(), Y.tolist()), False, marks=[pytest.mark.variant, pytest.mark.sample], id="lists"),
-        pytest.param((TEXT.tolist(),), False, marks=[pytest.mark.variant, pytest.mark.sample], id="x alone"),
+        pytest.param(
+            (TEXT.tolist(), Y.tolist()),
+            False,
+            marks=[pytest.mark.variant, pytest.mark.sample],
+            id="lists",
+        ),
+        pytest.param(
+            (TEXT.tolist(),), False, marks=[pytest.mark.variant, pytest.mark.sample], id="x alone"
+        ),
         pytest.param((TEXT, Y, W), True, id="arrays"),
         pytest.param((dataset(TEXT, Y),), False, id="dataset"),
     ],
@@ -155,7 +179,9 @@ def test_a_model_preprocesses_what_it_is_given(data, jit_compile):
     options = {"batch_size": 4, "epochs": 2, "verbose": 0}
     history = trainer.fit(*data[:2], **weight, **options)
     assert_trained(trainer, history, expected, *data)
-    np.testing.assert_allclose(trainer.predict(TEXT, verbose=0), task.predict(TEXT, verbose=0), atol=1e-6)
+    np.testing.assert_allclose(
+        trainer.predict(TEXT, verbose=0), task.predict(TEXT, verbose=0), atol=1e-6
+    )
 
 
 def test_validation_data_are_preprocessed_too():
@@ -168,7 +194,9 @@ def test_validation_data_are_preprocessed_too():
         trainer.optimizer.learning_rate = 0.0
         history = trainer.fit(TEXT, Y, batch_size=4, validation_data=given, verbose=0)
         assert history.history["val_loss"] == [pytest.approx(value)]
-        assert all((a == b).all() for a, b in zip(weights, trainer.model.get_weights(), strict=True))
+        assert all(
+            (a == b).all() for a, b in zip(weights, trainer.model.get_weights(), strict=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,7 +205,11 @@ def test_validation_data_are_preprocessed_too():
         (("text", 1.0), ValueError, "x holds a scalar.*a list of strings"),
         ((["a", "b"], [1.0]), ValueError, r"different numbers of rows: \{'x': \[2\], 'y': \[1\]\}"),
         ((TEXT, None, W), ValueError, "sample_weight without y"),
-        ((iter([(TEXT, Y)]),), TypeError, "this model preprocesses .*: pass arrays, lists or a tf.data.Dataset"),
+        (
+            (iter([(TEXT, Y)]),),
+            TypeError,
+            "this model preprocesses .*: pass arrays, lists or a tf.data.Dataset",
+        ),
     ],
 )
 def test_raw_inputs_that_do_not_fit_say_so(data, error, message):

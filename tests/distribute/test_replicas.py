@@ -1,4 +1,6 @@
-"""Training on several replicas of one process equals training on one device: the checks of `on_replicas.py`."""
+"""Training on several replicas of one process equals training on one device: the checks of
+`on_replicas.py`.
+"""
 
 import contextlib
 
@@ -31,7 +33,11 @@ def test_shares_hold_every_row_once():
         layout = Layout(2, replicas=6, shards=slice(2 * worker, 2 * worker + 2))
         own = layout.shard(stack)
         assert own.x.shape == [2, 4]
-        seen += own.x[own.valid].numpy().tolist() if own.mask is not None else tf.reshape(own.x, [-1]).numpy().tolist()
+        seen += (
+            own.x[own.valid].numpy().tolist()
+            if own.mask is not None
+            else tf.reshape(own.x, [-1]).numpy().tolist()
+        )
     assert sorted(seen) == rows.numpy().tolist()
 
 

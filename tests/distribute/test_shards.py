@@ -36,14 +36,21 @@ def test_shards(count, names, name):
 
 def test_lines_hold_every_number_once(monkeypatch):
     monkeypatch.setattr(deal, "ROUND", 48)
-    tensors = [tf.range(13.0), None, tf.reshape(tf.range(6.0), [2, 3]) + 20.0, tf.constant(31.0), tf.range(4.0) + 40.0]
+    tensors = [
+        tf.range(13.0),
+        None,
+        tf.reshape(tf.range(6.0), [2, 3]) + 20.0,
+        tf.constant(31.0),
+        tf.range(4.0) + 40.0,
+    ]
     owned = deal.deal([13, 5, 6, 1, 4], 3)
     assert owned == [[0], [1, 4], [2, 3]]
     segment, rounds = deal.segments(owned, tensors)
     assert (segment, rounds) == (4, 4)
     for own in owned:
         parts = [
-            deal.pack(own, [tensors[place] for place in own], tensors, number, segment) for number in range(rounds)
+            deal.pack(own, [tensors[place] for place in own], tensors, number, segment)
+            for number in range(rounds)
         ]
         assert all(part.shape == [segment] for part in parts)
         found = dict(deal.unpack(own, parts, tensors))
@@ -60,5 +67,7 @@ def test_rounds_hold_every_number_once_in_order(monkeypatch):
 
 
 def test_a_model_made_outside_a_strategy_has_nobody_to_share_with():
-    with pytest.raises(ValueError, match="shard_optimizer=True, and the model was made outside the scope"):
+    with pytest.raises(
+        ValueError, match="shard_optimizer=True, and the model was made outside the scope"
+    ):
         fa.Trainer(on_shards.deep(), "adam", "mse", shard_optimizer=True)

@@ -1,4 +1,6 @@
-"""Several worker processes on loopback ports: the same training as on one device, and an end when one of them ends."""
+"""Several worker processes on loopback ports: the same training as on one device, and an end when
+one of them ends.
+"""
 
 import contextlib
 import functools
@@ -68,17 +70,24 @@ def two(tmp_path_factory):
 
 
 def test_two_workers_equal_one_device(two):
-    """20 steps of 10 or 5 rows, which do not divide, shuffled. The largest difference between weights, relative to the
-    largest weight of the variable, was 3.8e-7; losses, evaluation and predictions agree as well."""
+    """20 steps of 10 or 5 rows, which do not divide, shuffled. The largest difference between
+    weights, relative to the largest weight of the variable, was 3.8e-7; losses, evaluation and
+    predictions agree as well.
+    """
     outcomes, weights, predicted = two
     x, y = worker.data()
     model = worker.make(keras, seed=0)
     trainer, losses = worker.trained(model, keras.optimizers.Adam(0.01), fa, x, y)
     assert int(trainer.optimizer.iterations.numpy()) == worker.STEPS
-    relative = [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(weights[0], model.get_weights(), strict=True)]
+    relative = [
+        np.abs(a - b).max() / np.abs(b).max()
+        for a, b in zip(weights[0], model.get_weights(), strict=True)
+    ]
     assert max(relative) < 5e-6
     np.testing.assert_allclose(outcomes[0]["losses"], losses, rtol=1e-5)
-    np.testing.assert_allclose(outcomes[0]["evaluated"], trainer.evaluate(x, y, batch_size=6, verbose=0), rtol=1e-5)
+    np.testing.assert_allclose(
+        outcomes[0]["evaluated"], trainer.evaluate(x, y, batch_size=6, verbose=0), rtol=1e-5
+    )
     np.testing.assert_allclose(predicted[0], trainer.predict(x, verbose=0), rtol=1e-4, atol=1e-5)
 
 
@@ -95,11 +104,15 @@ def test_workers_stay_equal(two):
 def test_a_plan_is_for_the_worker_with_the_least_room(two):
     (outcome, other), *_ = two
     assert outcome["planned"] == other["planned"] and outcome["planned"][:2] == [2, 2**20]
-    assert "memory_limit: 1048576 on" in outcome["plans differ"] or "2097152 on" in outcome["plans differ"]
+    assert (
+        "memory_limit: 1048576 on" in outcome["plans differ"]
+        or "2097152 on" in outcome["plans differ"]
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "says", "steps"), [("apart", "ended at different steps", 2), ("shuffled", "differ in data", 0)]
+    ("name", "says", "steps"),
+    [("apart", "ended at different steps", 2), ("shuffled", "differ in data", 0)],
 )
 def test_data_that_differ_are_an_error_on_all(two, name, says, steps):
     for outcome in two[0]:
@@ -146,7 +159,9 @@ def until_saved(folder, step, processes):
 
 
 def saved(folder, *ends, mode="saved"):
-    """What two workers leave that train with checkpoints, ended by each of `ends` in turn and started again."""
+    """What two workers leave that train with checkpoints, ended by each of `ends` in turn and
+    started again.
+    """
     for step, end in [*ends, (None, None)]:
         with workers(mode, folder) as processes:
             if end is not None:
@@ -157,7 +172,9 @@ def saved(folder, *ends, mode="saved"):
 
 
 def test_workers_go_on_bit_by_bit(tmp_path):
-    """A worker killed, then SIGTERM to both, in mid-epoch: weights, slots and masks are as if nothing had happened."""
+    """A worker killed, then SIGTERM to both, in mid-epoch: weights, slots and masks are as if
+    nothing had happened.
+    """
 
     def kill(processes):
         processes[1].send_signal(signal.SIGKILL)
@@ -175,7 +192,9 @@ def test_workers_go_on_bit_by_bit(tmp_path):
     assert last == [0, 0], said[-4000:]
     assert said.count("resumed from ") == 2
     for index in range(2):
-        whole, ended = (np.load(tmp_path / name / f"weights{index}.npz") for name in ("whole", "ended"))
+        whole, ended = (
+            np.load(tmp_path / name / f"weights{index}.npz") for name in ("whole", "ended")
+        )
         assert len(whole.files) == len(ended.files) > 8
         for name in whole.files:
             np.testing.assert_array_equal(whole[name], ended[name])
@@ -187,7 +206,9 @@ def test_a_killed_worker_ends_the_others(tmp_path, victim):
         survivor = processes[1 - victim]
         deadline = time.monotonic() + 120
         while not all(log(tmp_path, i).count("step\n") >= 3 for i in range(2)):
-            assert time.monotonic() < deadline and survivor.poll() is None, log(tmp_path, 1 - victim)[-4000:]
+            assert time.monotonic() < deadline and survivor.poll() is None, log(
+                tmp_path, 1 - victim
+            )[-4000:]
             time.sleep(0.1)
         processes[victim].send_signal(signal.SIGKILL)
         code = survivor.wait(BOUND)
@@ -206,7 +227,9 @@ def stop_then_kill(folder, processes):
 
 
 def test_workers_stopped_for_a_while_and_killed_equal_one_device(tmp_path):
-    """Also one that stands still for 3 s (SIGSTOP, SIGCONT), then dies: the rest is trained by a new pair."""
+    """Also one that stands still for 3 s (SIGSTOP, SIGCONT), then dies: the rest is trained by a
+    new pair.
+    """
     end = functools.partial(stop_then_kill, tmp_path / "ended")
     for name, ends in (("whole", []), ("ended", [(7, end)])):
         (tmp_path / name).mkdir()
@@ -216,11 +239,15 @@ def test_workers_stopped_for_a_while_and_killed_equal_one_device(tmp_path):
     assert last == [0, 0], said[-4000:]
     assert said.count("resumed from ") == 2
     alone = worker.make(keras, seed=0)
-    trainer = fa.Trainer(alone, keras.optimizers.Adam(0.01), "mse", gradient_accumulation_steps=2, jit_compile=False)
+    trainer = fa.Trainer(
+        alone, keras.optimizers.Adam(0.01), "mse", gradient_accumulation_steps=2, jit_compile=False
+    )
     x, y = worker.data()
     trainer.fit(x, y, batch_size=5, epochs=worker.EPOCHS, verbose=0)
     for index in range(2):
-        whole, ended = (np.load(tmp_path / name / f"weights{index}.npz") for name in ("whole", "ended"))
+        whole, ended = (
+            np.load(tmp_path / name / f"weights{index}.npz") for name in ("whole", "ended")
+        )
         for name in whole.files:
             np.testing.assert_array_equal(whole[name], ended[name])
         for own, theirs in zip(alone.get_weights(), ended.values(), strict=False):
@@ -239,7 +266,9 @@ def test_a_worker_that_does_not_come_is_waited_for_with_a_bound(tmp_path, mode, 
         code = processes[0].wait(120)
     said = log(tmp_path, 0)
     assert code not in (0, None)
-    assert "WorkerLostError: " in said and says in said and "FASTACCUM_WORKER_TIMEOUT=SECONDS" in said
+    assert (
+        "WorkerLostError: " in said and says in said and "FASTACCUM_WORKER_TIMEOUT=SECONDS" in said
+    )
     assert said.count("step\n") == (4 if mode == "stuck" else 0)
 
 
@@ -268,13 +297,16 @@ def sharing(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon", "sgd", "adafactor"])
 def test_slots_shared_by_workers_equal_slots_on_all(sharing, name):
-    """Equal bit for bit after 20 steps, 5 of them skipped: weights, logs, and the slots, of which each has its own."""
+    """Equal bit for bit after 20 steps, 5 of them skipped: weights, logs, and the slots, of which
+    each has its own.
+    """
     for outcome in sharing[0]:
         assert outcome["steps"][name] == [15, [1.0] * 5]
         assert len(outcome["differences"][name]) > 6 and set(outcome["differences"][name]) == {0.0}
     here = [each["here"][name] for each in sharing[0]]
     held = [sum(pair) for pair in zip(*here, strict=True)]
-    assert set(held[2:]) == {1} and held[:2] == [2, 2]  # each slot once, but iterations and learning rate
+    # each slot once, but iterations and learning rate
+    assert set(held[2:]) == {1} and held[:2] == [2, 2]
     assert all(False in each for each in here)
 
 
@@ -311,7 +343,9 @@ def assert_same_end(folder, whole):
 
 
 def test_workers_with_shares_go_on_bit_by_bit(saved_shares, tmp_path):
-    """A worker killed, then SIGTERM to one that is not the chief: both save their shares after the same step."""
+    """A worker killed, then SIGTERM to one that is not the chief: both save their shares after the
+    same step.
+    """
 
     def kill(processes):
         processes[1].send_signal(signal.SIGKILL)
@@ -319,9 +353,13 @@ def test_workers_with_shares_go_on_bit_by_bit(saved_shares, tmp_path):
     def terminate(processes):
         processes[1].send_signal(signal.SIGTERM)
 
-    (killed, _), (terminated, told), (last, said) = saved(tmp_path, (14, kill), (28, terminate), mode="saved shares")
+    (killed, _), (terminated, told), (last, said) = saved(
+        tmp_path, (14, kill), (28, terminate), mode="saved shares"
+    )
     assert killed[1] == -9 and killed[0] not in (0, None)
-    assert terminated == [143, 143] and told.count("the same fit goes on from there") == 2, told[-4000:]
+    assert terminated == [143, 143] and told.count("the same fit goes on from there") == 2, told[
+        -4000:
+    ]
     assert last == [0, 0], said[-4000:]
     assert said.count("resumed from ") == 2
     assert_same_end(tmp_path, saved_shares)
@@ -346,7 +384,9 @@ def test_a_worker_killed_while_it_writes_its_share(saved_shares, tmp_path, victi
     assert store.latest(tmp_path / "checkpoints").step == 7 and "step-00000014" not in left
     ((codes, said),) = saved(tmp_path, mode="saved shares")
     assert codes == [0, 0] and said.count("step-00000007: 7 train steps") == 2, said[-4000:]
-    assert not [each for each in (tmp_path / "checkpoints").iterdir() if each.name.startswith(".step")]
+    assert not [
+        each for each in (tmp_path / "checkpoints").iterdir() if each.name.startswith(".step")
+    ]
     assert_same_end(tmp_path, saved_shares)
 
 
@@ -355,13 +395,16 @@ def alone(folder, epochs=worker.EPOCHS):
     model = worker.make(keras, seed=0)
     trainer = worker.with_shares(model, worker.adamw(keras), fa, shard="auto")
     x, y = worker.data()
-    trainer.fit(x, y, batch_size=5, epochs=epochs, verbose=0, checkpoint_dir=folder, checkpoint_every=7)
+    trainer.fit(
+        x, y, batch_size=5, epochs=epochs, verbose=0, checkpoint_dir=folder, checkpoint_every=7
+    )
     return [*model.get_weights(), *(v.numpy() for v in trainer.optimizer.variables)]
 
 
 def assert_close(ours, theirs):
-    """To the rounding of a sum over two workers or one, after 60 steps of Adam. The largest difference, relative to the
-    largest number of a variable, was 4.3e-7."""
+    """To the rounding of a sum over two workers or one, after 60 steps of Adam. The largest
+    difference, relative to the largest number of a variable, was 4.3e-7.
+    """
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.shape]
     found = [np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) for a, b in pairs]
     print("largest difference", max(found))
@@ -389,14 +432,20 @@ def test_workers_with_shares_go_on_from_one_device(saved_shares, tmp_path):
     ((codes, said),) = saved(tmp_path, mode="saved shares")
     assert codes == [0, 0] and said.count("resumed from ") == 2, said[-4000:]
     for index in range(2):
-        resumed, whole = (np.load(folder / f"weights{index}.npz") for folder in (tmp_path, saved_shares))
+        resumed, whole = (
+            np.load(folder / f"weights{index}.npz") for folder in (tmp_path, saved_shares)
+        )
         assert_close(list(resumed.values()), list(whole.values()))
 
 
 def test_a_checkpoint_of_shares_names_its_files(broken_off):
     newest = store.latest(broken_off)
     assert newest.manifest["shares"] == [f"state.data-0000{i}-of-00002" for i in range(2)]
-    assert {each.name for each in newest.path.iterdir()} == {"manifest.json", "state.index", *newest.manifest["shares"]}
+    assert {each.name for each in newest.path.iterdir()} == {
+        "manifest.json",
+        "state.index",
+        *newest.manifest["shares"],
+    }
 
 
 def remove(share, older):
@@ -414,7 +463,8 @@ def exchange(share, older):
 
 
 @pytest.mark.parametrize(
-    ("harm", "says"), [(remove, "missing"), (damage, "shard {}.*Checksum"), (exchange, "shard {}.*Checksum")]
+    ("harm", "says"),
+    [(remove, "missing"), (damage, "shard {}.*Checksum"), (exchange, "shard {}.*Checksum")],
 )
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_share_that_is_missing_damaged_or_of_another_step(broken_off, harm, says, number):
@@ -426,5 +476,8 @@ def test_a_share_that_is_missing_damaged_or_of_another_step(broken_off, harm, sa
     for each in store.paths(broken_off):
         if each != newest:
             shutil.rmtree(each)
-    with pytest.warns(RuntimeWarning), pytest.raises(CorruptCheckpointError, match=f"None of the 1 .*{says}"):
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(CorruptCheckpointError, match=f"None of the 1 .*{says}"),
+    ):
         alone(broken_off)

@@ -1,4 +1,6 @@
-"""The shell commands that the documentation prints: programs, options, paths and extras that there are."""
+"""The shell commands that the documentation prints: programs, options, paths and extras that there
+are.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -22,7 +24,9 @@ PLACEHOLDER = re.compile(r"\b(FOLDER|RUN|FILE)\b|<[a-z]+>")
 
 def commands(text):
     """Every command of a page, split into words, without what the environment is given for it."""
-    blocks = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    blocks = [
+        line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()
+    ]
     for line in blocks + INLINE.findall(text):
         words = shlex.split(line.replace("\n", " "), comments=True)
         command = []
@@ -35,7 +39,13 @@ def commands(text):
                 command.append(word.removeprefix(".venv/bin/"))
 
 
-FOUND = sorted({(str(page.relative_to(ROOT)), *command) for page in PAGES for command in commands(page.read_text())})
+FOUND = sorted(
+    {
+        (str(page.relative_to(ROOT)), *command)
+        for page in PAGES
+        for command in commands(page.read_text())
+    }
+)
 
 
 def check_fastaccum(words):
@@ -54,9 +64,9 @@ def check_pip(words):
     for word in words:
         name, extras = re.fullmatch(r"([^\[]*)(?:\[(.*)\])?", word).groups()
         if extras and name in (".", "fastaccum"):
-            assert set(extras.split(",")) <= set(importlib.metadata.metadata("fastaccum").get_all("Provides-Extra")), (
-                extras
-            )
+            assert set(extras.split(",")) <= set(
+                importlib.metadata.metadata("fastaccum").get_all("Provides-Extra")
+            ), extras
 
 
 def check_pytest(words, markers):
@@ -75,7 +85,12 @@ def check_python(words):
             check_fastaccum(words[2:])
 
 
-CHECKS = {"fastaccum": check_fastaccum, "pip": check_pip, "python": check_python, "python3.11": check_python}
+CHECKS = {
+    "fastaccum": check_fastaccum,
+    "pip": check_pip,
+    "python": check_python,
+    "python3.11": check_python,
+}
 
 
 @pytest.mark.docs
@@ -98,12 +113,20 @@ CONVOLUTIONAL = {"ConvNet", "Conv1D", "ResNet20", "MobileNet", "U-Net"}
 def test_the_ranges_that_readme_names_are_those_of_its_table():
     text = (ROOT / "README.md").read_text()
     sentence = " ".join(text.split())  # wherever its lines break
-    named = re.search(r"(\S+) to (\S+) times as fast as\D+Keras's own\D+convolutional\D+(\S+) to (\S+) times", sentence)
+    named = re.search(
+        r"(\S+) to (\S+) times as fast as\D+Keras's own\D+convolutional\D+(\S+) to (\S+) times",
+        sentence,
+    )
     table = text.partition("<!-- measured -->")[2].partition("<!-- end -->")[0]
-    header, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n\n")[1].splitlines()]
+    header, *rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in table.split("\n\n")[1].splitlines()
+    ]
     rows = [row for row in rows if "Keras 3's" in row[0] and "Dropout" not in row[0]]
     for convolutional, ends in ((False, named.groups()[:2]), (True, named.groups()[2:])):
-        columns = [i for i, name in enumerate(header) if name and (name in CONVOLUTIONAL) is convolutional]
+        columns = [
+            i for i, name in enumerate(header) if name and (name in CONVOLUTIONAL) is convolutional
+        ]
         figures = [float(row[i]) for row in rows for i in columns if row[i]]
         for end, figure in zip(ends, (min(figures), max(figures)), strict=True):
             assert abs(float(end) - figure) <= (0.05 if "." in end else 0.5), f"{end} for {figure}"
@@ -116,8 +139,12 @@ def test_the_smallest_command_runs(capsys):
 
 
 @pytest.mark.docs
-@pytest.mark.parametrize("page", [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [*sorted(ROOT.glob("docs/**/*.md")), ROOT / "README.md"], ids=lambda page: page.stem
+)
 def test_examples_import_fastaccum_before_tensorflow_so_that_onednn_is_on(page):
     for block in re.findall(r"(?s)```python\n(.*?)```", page.read_text()):
-        imported = re.findall(r"(?m)^(?:import|from) (fastaccum|keras|keras_hub|tensorflow|tf_keras)\b", block)
+        imported = re.findall(
+            r"(?m)^(?:import|from) (fastaccum|keras|keras_hub|tensorflow|tf_keras)\b", block
+        )
         assert "fastaccum" not in imported or imported[0] == "fastaccum", block

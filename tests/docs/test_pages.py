@@ -1,4 +1,6 @@
-"""Every page of the documentation runs as it is printed: see run_page.py for how a page brings its data."""
+"""Every page of the documentation runs as it is printed: see run_page.py for how a page brings its
+data.
+"""
 
 import os
 import subprocess
@@ -36,9 +38,13 @@ def test_a_page_runs_as_printed(page, tmp_path):
 def test_a_block_whose_module_is_missing_is_left_out_and_the_rest_runs(tmp_path):
     page = tmp_path / "page.md"
     block = "```python\nprint({})\n```\n\n<!-- output -->\n\n```text\n{}\n```\n\n"
-    page.write_text("# Page\n\n<!-- needs: no_such_module -->\n\n" + block.format(1, 2) + block.format(3, 3))
+    page.write_text(
+        "# Page\n\n<!-- needs: no_such_module -->\n\n" + block.format(1, 2) + block.format(3, 3)
+    )
     result = run(page, tmp_path)
-    assert result.returncode == run_page.SKIPPED and "blocks that need no_such_module" in result.stdout
+    assert (
+        result.returncode == run_page.SKIPPED and "blocks that need no_such_module" in result.stdout
+    )
     page.write_text("# Page\n\n<!-- needs: sys -->\n\n" + block.format(1, 2))
     result = run(page, tmp_path)
     assert result.returncode == 1 and "the page says that this is printed" in result.stderr

@@ -1,4 +1,6 @@
-"""What docs/hooks.py adds to the site. The site itself is built strictly by CI, where a warning is an error."""
+"""What docs/hooks.py adds to the site. The site itself is built strictly by CI, where a warning is
+an error.
+"""
 
 import importlib.util
 import logging
@@ -19,7 +21,10 @@ def hooks(monkeypatch, tmp_path):
     spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    for path in [*module.PACKAGES.values(), *(f"docs/api/{page.name}" for page in (ROOT / "docs/api").glob("*.md"))]:
+    for path in [
+        *module.PACKAGES.values(),
+        *(f"docs/api/{page.name}" for page in (ROOT / "docs/api").glob("*.md")),
+    ]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text((ROOT / path).read_text())
     monkeypatch.setattr(module, "ROOT", tmp_path)
@@ -34,17 +39,29 @@ def test_every_public_name_has_an_entry(hooks, caplog):
 @pytest.mark.parametrize(
     "path, line, named",
     [
-        ("fastaccum/__init__.pyi", "from .trainer import Other as Other", "fastaccum.Other is public"),
-        ("kernels/__init__.py", "from fastaccum.kernels.x import y as y", "fastaccum.kernels.y is public"),
+        (
+            "fastaccum/__init__.pyi",
+            "from .trainer import Other as Other",
+            "fastaccum.Other is public",
+        ),
+        (
+            "kernels/__init__.py",
+            "from fastaccum.kernels.x import y as y",
+            "fastaccum.kernels.y is public",
+        ),
         ("docs/api/trainer.md", "::: fastaccum.Gone", "fastaccum.Gone`, which is no public name"),
     ],
 )
-def test_names_without_an_entry_and_entries_without_a_name_fail_the_build(hooks, caplog, path, line, named):
+def test_names_without_an_entry_and_entries_without_a_name_fail_the_build(
+    hooks, caplog, path, line, named
+):
     with (hooks.ROOT / path).open("a") as file:
         file.write(f"\n{line}\n")
     hooks._check_public_names()
     assert [named in record.getMessage() for record in caplog.records] == [True]
-    assert caplog.records[0].levelno == logging.WARNING and caplog.records[0].name.startswith("mkdocs.")
+    assert caplog.records[0].levelno == logging.WARNING and caplog.records[0].name.startswith(
+        "mkdocs."
+    )
 
 
 def test_the_start_page_begins_as_readme_does(hooks):
@@ -62,10 +79,22 @@ def test_the_start_page_begins_as_readme_does(hooks):
     [
         ("guides/a.md", "[m](../memory.md#b)", "[m](../memory.md#b)"),
         ("memory.md", "[s](../SECURITY.md)", "[s](project/SECURITY.md)"),
-        ("guides/a.md", "![p](../../benchmarks/results/x/p.png)", "![p](../project/benchmarks/results/x/p.png)"),
+        (
+            "guides/a.md",
+            "![p](../../benchmarks/results/x/p.png)",
+            "![p](../project/benchmarks/results/x/p.png)",
+        ),
         ("project/CHANGELOG.md", "[m](docs/memory.md#b)", "[m](../memory.md#b)"),
-        ("project/benchmarks/gpu/README.md", "[m](../../docs/memory.md)", "[m](../../../memory.md)"),
-        ("memory.md", "[s](https://example.org/a.md) [b](#b)", "[s](https://example.org/a.md) [b](#b)"),
+        (
+            "project/benchmarks/gpu/README.md",
+            "[m](../../docs/memory.md)",
+            "[m](../../../memory.md)",
+        ),
+        (
+            "memory.md",
+            "[s](https://example.org/a.md) [b](#b)",
+            "[s](https://example.org/a.md) [b](#b)",
+        ),
     ],
 )
 def test_links_between_files_lead_to_pages(hooks, page, link, on_the_site):
@@ -75,10 +104,14 @@ def test_links_between_files_lead_to_pages(hooks, page, link, on_the_site):
 
 def test_blocks_of_text_are_told_apart(hooks):
     table, sentence = "a  1\nb  2\n", "Error: " + "very " * 30 + "wrong\n"
-    given = f"<!-- output, about -->\n```text\n{table}```\n\n```text\n{sentence}```\n\n```python\n{table}```\n"
+    given = (
+        "<!-- output, about "
+        f"-->\n```text\n{table}```\n\n```text\n{sentence}```\n\n```python\n{table}```\n"
+    )
     page = SimpleNamespace(file=SimpleNamespace(src_uri="memory.md"))
     expected = (
-        f"``` {{ .text .output .aligned }}\n{table}```\n\n``` {{ .text }}\n{sentence}```\n\n```python\n{table}```\n"
+        f"``` {{ .text .output .aligned }}\n{table}```\n\n``` {{ .text "
+        f"}}\n{sentence}```\n\n```python\n{table}```\n"
     )
     assert hooks.on_page_markdown(given, page, None, None) == expected
 

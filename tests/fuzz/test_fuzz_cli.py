@@ -1,7 +1,8 @@
 """The command line, called at random, with run folders that others spoilt.
 
-What is valid is taken, and stops before it trains (one in a few hundred trains); what is not ends with code 2, in one
-line that names the culprit, and leaves everything as it was. A run that is resumed has the text that it began with.
+What is valid is taken, and stops before it trains (one in a few hundred trains); what is not ends
+with code 2, in one line that names the culprit, and leaves everything as it was. A run that is
+resumed has the text that it began with.
 """
 
 import contextlib
@@ -51,7 +52,10 @@ TABLE = {
     "--steps": (["1", "3", "300", "1000000000", " 7 ", "1_0"], WHOLE),
     "--batch-size": (["1", "8", "33"], [*WHOLE, "1000001"]),
     "--accum": (["1", "4", "5"], [*WHOLE, "1000001"]),
-    "--seed": (["0", "7", str(2**32 - 1)], [n for n in WHOLE if n not in ("0", "-0", "1000000001")] + [str(2**32)]),
+    "--seed": (
+        ["0", "7", str(2**32 - 1)],
+        [n for n in WHOLE if n not in ("0", "-0", "1000000001")] + [str(2**32)],
+    ),
     "--checkpoint-every": (["1", "50", "1000000000"], WHOLE),
     "--lr": (
         ["0.004", "1e-30", "1e38", "1_0.5"],
@@ -123,7 +127,18 @@ OUTS = {
         "/proc/x",
     ],
 }
-STRANGE = ("--bogus", "--step=3", "-x", "--steps", "--no-steps", "--resume", "--lr", "--\n", "--\ud800=1", "-\0")
+STRANGE = (
+    "--bogus",
+    "--step=3",
+    "-x",
+    "--steps",
+    "--no-steps",
+    "--resume",
+    "--lr",
+    "--\n",
+    "--\ud800=1",
+    "-\0",
+)
 
 
 class Reached(Exception):
@@ -174,7 +189,12 @@ def places(began):
         made.bind("socket")
     with open(here / "huge", "wb") as file:
         file.truncate(2**42)
-    for name, to in {"link.txt": "source.txt", "loop": "loop", "linked-pipe": "pipe", "dangling": "gone"}.items():
+    for name, to in {
+        "link.txt": "source.txt",
+        "loop": "loop",
+        "linked-pipe": "pipe",
+        "dangling": "gone",
+    }.items():
         (here / name).symlink_to(to)
     (here / "outside").write_text("theirs")
     shutil.copytree(began[1], here / "spoilt")
@@ -189,13 +209,19 @@ def command(rng):
     argv, wrong = [], []
     bad = set(
         rng.choice(
-            [*TABLE, "path", "--out", "strange"], int(pick(rng, (0, 1, 1, 1, 1, 1, 2, 3))), replace=False
+            [*TABLE, "path", "--out", "strange"],
+            int(pick(rng, (0, 1, 1, 1, 1, 1, 2, 3))),
+            replace=False,
         ).tolist()
     )
     for name, values in TABLE.items():
         if name in bad or rng.random() < 0.3:
             value = pick(rng, values[name in bad])
-            argv += [f"{name}={value}"] if rng.random() < 0.5 or value.startswith("-") else [name, value]
+            argv += (
+                [f"{name}={value}"]
+                if rng.random() < 0.5 or value.startswith("-")
+                else [name, value]
+            )
             wrong += [name, repr(value)[1:-1]] if name in bad else []
     if "--out" in bad or rng.random() < 0.3:
         value = pick(rng, OUTS["--out" not in bad])
@@ -205,7 +231,9 @@ def command(rng):
     argv.insert(0, value)
     wrong += [repr(value), "text", "FILE or FOLDER"] if "path" in bad else []
     if "strange" in bad:
-        argv.insert(int(rng.integers(len(argv))) if rng.random() < 0.5 else len(argv), pick(rng, STRANGE))
+        argv.insert(
+            int(rng.integers(len(argv))) if rng.random() < 0.5 else len(argv), pick(rng, STRANGE)
+        )
         wrong += ["argument", "--resume"]
     return ["train", *argv], wrong
 
@@ -279,7 +307,10 @@ def spoil(rng, run):
     how = []
     file = run / "config.json"
     for _ in range(int(pick(rng, (1, 1, 2)))):
-        kind = pick(rng, ("bytes", "bytes", "value", "value", "value", "value", "cut", "gone", "folder", "deep"))
+        kind = pick(
+            rng,
+            ("bytes", "bytes", "value", "value", "value", "value", "cut", "gone", "folder", "deep"),
+        )
         how.append(kind)
         if not file.is_file():
             continue  # spoilt before
@@ -296,7 +327,9 @@ def spoil(rng, run):
         elif kind == "bytes" and text:
             at = int(rng.integers(len(text)))
             file.write_bytes(
-                text[:at] + rng.integers(0, 256, int(pick(rng, (0, 1, 1, 3))), "uint8").tobytes() + text[at + 1 :]
+                text[:at]
+                + rng.integers(0, 256, int(pick(rng, (0, 1, 1, 3))), "uint8").tobytes()
+                + text[at + 1 :]
             )
         elif kind == "cut" and text:
             file.write_bytes(text[: int(rng.integers(len(text)))])
@@ -330,7 +363,11 @@ def outcome(argv, wrong, monkeypatch, trains, resumed=None):
 
     whole = train._train
     before, printed, errors = listing(), io.StringIO(), io.StringIO()
-    with monkeypatch.context() as patched, contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
+    with (
+        monkeypatch.context() as patched,
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(errors),
+    ):
         patched.setattr(train, "_train", stop)
         if not trains:
             patched.setattr(app_run, "gpt", a_model)

@@ -11,7 +11,17 @@ pytestmark = pytest.mark.fuzz
 NAMES: dict = {}
 exec(f"{PASTE}\nfrom fuzzing_kernels import *", NAMES)
 HALF = ("float16", "bfloat16")
-WRONG_DTYPES = ("int32", "complex64", "bool", "object", "str", "datetime64[s]", "longdouble", "uint8", "S3")
+WRONG_DTYPES = (
+    "int32",
+    "complex64",
+    "bool",
+    "object",
+    "str",
+    "datetime64[s]",
+    "longdouble",
+    "uint8",
+    "S3",
+)
 WAYS = ("eager",) * 30 + ("graph",) * 3 + ("unknown", "unranked", "xla")
 OF_NO_NUMBER = [code for code in ANYTHING if code not in ("None",)]
 
@@ -25,7 +35,11 @@ def made(shape, dtype="float32", seed=0, **more):
 def tensor(rng, shape, dtype, seed, *, integral=False, **more):
     """Values for a tensor argument: forms of a right one, and what is none."""
     right = made(shape, dtype, seed, **more)
-    forms = [f"tf.constant({right})"] * 6 + [right, f"np.array({right}, order='F')", f"tf.Variable({right})"]
+    forms = [f"tf.constant({right})"] * 6 + [
+        right,
+        f"np.array({right}, order='F')",
+        f"tf.Variable({right})",
+    ]
     if dtype in ("float32", "int32"):
         forms += [f"{right}.tolist()"] if 0 not in shape else []
         forms += [f"keras.Variable({right}, dtype={dtype!r})"]
@@ -36,7 +50,11 @@ def tensor(rng, shape, dtype, seed, *, integral=False, **more):
     odd = [
         *(f"tf.constant({made(s, dtype, seed, **more)})" for s in shapes if list(s) != list(shape)),
         *(f"{made(shape, 'float32', seed)}.astype({d!r})" for d in others),
-        *(f"tf.constant({made(shape, d, seed)})" for d in ("float64", "float32", *HALF, "int64") if d != dtype),
+        *(
+            f"tf.constant({made(shape, d, seed)})"
+            for d in ("float64", "float32", *HALF, "int64")
+            if d != dtype
+        ),
         *(f"{form}({right})" for form in ("masked", "from_a_graph") if shape),
         f"{right}.astype({'>i4' if integral else '>f4'!r})",
         f"keras.KerasTensor({tuple(shape)})",
@@ -47,14 +65,18 @@ def tensor(rng, shape, dtype, seed, *, integral=False, **more):
     if len(shape) > 1 and dtype != "bfloat16":
         odd += [f"tf.sparse.from_dense({right})", f"tf.RaggedTensor.from_tensor({right})"]
     if not integral:
-        odd += [f"tf.constant(spoiled({right}, {each}))" for each in ("nan", "inf", "-inf", "nan, inf")]
+        odd += [
+            f"tf.constant(spoiled({right}, {each}))" for each in ("nan", "inf", "-inf", "nan, inf")
+        ]
     return Values(forms, odd=[*odd, *OF_NO_NUMBER])
 
 
 def calling(rng, function, table, required, right):
     """What `fuzzing.fuzz` takes of a call."""
     way = some(rng, *WAYS)
-    call = draw(rng, f"{way}(fa.kernels.{function})", table, required=required, odd=(0, 0, 0, 1, 1, 1, 2, 3))
+    call = draw(
+        rng, f"{way}(fa.kernels.{function})", table, required=required, odd=(0, 0, 0, 1, 1, 1, 2, 3)
+    )
     arguments = {name: value(code, NAMES) for name, code in call.arguments.items()}
 
     def run():
@@ -82,7 +104,9 @@ def matmul(rng):
 
     def right(result, given):
         x, (kernel, rounded) = double(given["x"]), double(given["kernel"], given["x"])
-        agrees(result, given, lambda: tf.tensordot(x, kernel + rounded, 1), {"x": x, "kernel": kernel})
+        agrees(
+            result, given, lambda: tf.tensordot(x, kernel + rounded, 1), {"x": x, "kernel": kernel}
+        )
 
     return calling(rng, "matmul_fp32_wgrad", table, ["x", "kernel"], right)
 
@@ -98,8 +122,13 @@ def labels(rng, shape, vocabulary):
     dtype = some(rng, "int32", "int64", "int8", "uint8", "int16", "uint16", "uint32", "uint64")
     values = tensor(rng, shape, dtype, 3, integral=True, high=vocabulary)
     right = made(shape, "int64", 3, high=vocabulary)
-    out = [f"tf.constant(spoiled({right}, {n}))" for n in (-1, -100, vocabulary, 2**31, 2**32, 2**62, -(2**63))]
-    return Values([*values.valid, f"tf.constant(spoiled({right}, -100, -100))"], odd=[*values.odd, *out * 3])
+    out = [
+        f"tf.constant(spoiled({right}, {n}))"
+        for n in (-1, -100, vocabulary, 2**31, 2**32, 2**62, -(2**63))
+    ]
+    return Values(
+        [*values.valid, f"tf.constant(spoiled({right}, -100, -100))"], odd=[*values.odd, *out * 3]
+    )
 
 
 def cross_entropy(rng):
@@ -113,14 +142,21 @@ def cross_entropy(rng):
         "labels": labels(rng, lead, vocabulary),
         "bias": tensor(rng, [vocabulary], some(rng, "float32", dtype), 4),
         "ignore_index": Values([integers(-3, vocabulary), "-100", "2**40"], odd=ANYTHING),
-        "label_smoothing": Values(["0.0", numbers(1e-3, 0.9)], odd=[*ANYTHING, "1.0", "1 - 1e-9", "-1e-9", "1.5"]),
+        "label_smoothing": Values(
+            ["0.0", numbers(1e-3, 0.9)], odd=[*ANYTHING, "1.0", "1 - 1e-9", "-1e-9", "1.5"]
+        ),
         "z_loss": Values(["0", numbers(1e-4, 1.0)], odd=[*ANYTHING, "-1e-9", "1e-44", "1e39"]),
         "chunk_size": Values(["None", integers(1, 70), "10**9"], odd=ANYTHING),
-        "implementation": Values(["'auto'", "'chunked'", "'reference'"], odd=[*ANYTHING, "'blockwise'", "'Auto'"]),
+        "implementation": Values(
+            ["'auto'", "'chunked'", "'reference'"], odd=[*ANYTHING, "'blockwise'", "'Auto'"]
+        ),
     }
 
     def right(result, given):
-        hidden, (kernel, rounded) = double(given["hidden"]), double(given["kernel"], given["hidden"])
+        hidden, (kernel, rounded) = (
+            double(given["hidden"]),
+            double(given["kernel"], given["hidden"]),
+        )
         bias = None if given.get("bias") is None else double(given["bias"])
         label = np.asarray(given["labels"])
         label = np.where(label > 2**62, 2**62, label).astype("int64")
@@ -150,15 +186,24 @@ def test_linear_cross_entropy(fuzzed):
 def segments(rng, batch, queries, keys):
     dtype = some(rng, "int32", "int64", "int8", "uint8")
     one, two = (
-        tensor(rng, [batch, time], dtype, 4 + i, integral=True, high=3) for i, time in enumerate((queries, keys))
+        tensor(rng, [batch, time], dtype, 4 + i, integral=True, high=3)
+        for i, time in enumerate((queries, keys))
     )
     pick = [f"({some(rng, *one.valid)}, {some(rng, *two.valid)})" for _ in range(3)]
     wide = made([batch, queries], "int64", 4)
     extreme = f"spoiled({wide}, {2**63 - 1}, {-(2**63)}, {2**32}, -1)"
     if queries == keys:
         pick += [*one.valid, extreme, f"tf.constant({extreme})"]
-    odd = [f"({some(rng, *one.odd)}, {some(rng, *two.valid)})", f"({some(rng, *one.valid)}, {some(rng, *two.odd)})"]
-    odd += [f"[{pick[0][1:-1]}]", f"({one.valid[0]},)", f"({one.valid[0]}, {two.valid[0]}, None)", "(None, None)"]
+    odd = [
+        f"({some(rng, *one.odd)}, {some(rng, *two.valid)})",
+        f"({some(rng, *one.valid)}, {some(rng, *two.odd)})",
+    ]
+    odd += [
+        f"[{pick[0][1:-1]}]",
+        f"({one.valid[0]},)",
+        f"({one.valid[0]}, {two.valid[0]}, None)",
+        "(None, None)",
+    ]
     return Values(["None", *pick], odd=[*odd * 3, *one.odd, *two.odd])
 
 
@@ -172,11 +217,14 @@ def attend(rng):
         "key": tensor(rng, [batch, keys, groups, width], dtype, 2),
         "value": tensor(rng, [batch, keys, groups, width], dtype, 3),
         "causal": Values(["True", "False", "np.True_"], odd=ANYTHING),
-        "scale": Values(["None", "0", "-0.5", numbers(0.01, 2.0), "np.float32(0.25)"], odd=ANYTHING),
+        "scale": Values(
+            ["None", "0", "-0.5", numbers(0.01, 2.0), "np.float32(0.25)"], odd=ANYTHING
+        ),
         "segment_ids": segments(rng, batch, queries, keys),
         "block_size": Values(["None", integers(1, 24), "8", "10**6"], odd=ANYTHING),
         "implementation": Values(
-            ["'auto'", "'blockwise'", "'blockwise'", "'reference'"], odd=[*ANYTHING, "'cudnn'", "'chunked'", "'AUTO'"]
+            ["'auto'", "'blockwise'", "'blockwise'", "'reference'"],
+            odd=[*ANYTHING, "'cudnn'", "'chunked'", "'AUTO'"],
         ),
     }
 
@@ -191,7 +239,11 @@ def attend(rng):
             k, v = (tf.repeat(t, repeats, 2) for t in (key, values))
             scores = tf.einsum("bthk,bshk->bhts", query, k) * scale
             t, s = np.arange(query.shape[1])[:, None], np.arange(key.shape[1])[None]
-            seen = (s <= t + key.shape[1] - query.shape[1])[None, None] if given.get("causal") else np.True_
+            seen = (
+                (s <= t + key.shape[1] - query.shape[1])[None, None]
+                if given.get("causal")
+                else np.True_
+            )
             if ids is not None:
                 q, k = (np.asarray(t) for t in (ids if isinstance(ids, tuple) else (ids, ids)))
                 seen = seen & (q[:, None, :, None] == k[:, None, None, :])
@@ -250,7 +302,9 @@ def which(rng):
         "packed": Values(["True", "False"], odd=ANYTHING),
         "jit_compile": Values(["True", "False"], odd=ANYTHING),
     }
-    call = draw(rng, "fa.kernels.attention_implementation", table, required=["query_shape", "key_shape"])
+    call = draw(
+        rng, "fa.kernels.attention_implementation", table, required=["query_shape", "key_shape"]
+    )
     arguments = {name: value(code, NAMES) for name, code in call.arguments.items()}
 
     def right(result):
@@ -258,12 +312,19 @@ def which(rng):
         assert all(len(each) == 4 for each in sizes), sizes
         times = [each[1] for each in sizes]
         for each in [*sizes[0], *sizes[1]]:
-            assert each is None or (not isinstance(each, (bool, str)) and each == int(each) >= 0), each
+            assert each is None or (not isinstance(each, (bool, str)) and each == int(each) >= 0), (
+                each
+            )
         size = 128 if arguments.get("block_size") is None else int(arguments["block_size"])
         wanted = "reference" if None in times or times[0] * times[1] <= size**2 else "blockwise"
         assert size > 0 and result == wanted, (result, wanted)
 
-    return call, lambda: NAMES["fa"].kernels.attention_implementation(**arguments), lambda: b"", right
+    return (
+        call,
+        lambda: NAMES["fa"].kernels.attention_implementation(**arguments),
+        lambda: b"",
+        right,
+    )
 
 
 def test_attention_implementation(fuzzed):

@@ -1,4 +1,6 @@
-"""Random LayerStacks, beside the plain layers that they stand for; and layers switched to float32 weight gradients."""
+"""Random LayerStacks, beside the plain layers that they stand for; and layers switched to float32
+weight gradients.
+"""
 
 import keras
 import numpy as np
@@ -14,7 +16,12 @@ pytestmark = pytest.mark.fuzz
 NAMES: dict = {}
 exec(f"{PASTE}\nfrom fuzzing_kernels import *\nfrom keras.layers import *", NAMES)
 GOOD = (
-    *("Dense({w})", "Dense({w}, 'tanh', kernel_regularizer='l2')", "LayerNormalization()", "BatchNormalization()"),
+    *(
+        "Dense({w})",
+        "Dense({w}, 'tanh', kernel_regularizer='l2')",
+        "LayerNormalization()",
+        "BatchNormalization()",
+    ),
     *(
         "Dropout(0.5)",
         "Dropout(0.5, seed=3)",
@@ -88,7 +95,9 @@ BAD = (
 
 
 def run_stack(make_layer, depth, x, training=None, way="eager", with_kwargs=None, **options):
-    """A stack's output, and its gradients of x and of the weights; and those of the plain layers."""
+    """A stack's output, and its gradients of x and of the weights; and those of the plain
+    layers.
+    """
     stack, plain = fa.kernels.LayerStack(make_layer, depth, **options), None
     if isinstance(x, (np.ndarray, tf.Tensor)):
         stack.build(x.shape)
@@ -96,18 +105,28 @@ def run_stack(make_layer, depth, x, training=None, way="eager", with_kwargs=None
 
     def through(call, variables):
         def run():
-            given = tf.convert_to_tensor(x) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+            given = (
+                tf.convert_to_tensor(x) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+            )
             with tf.GradientTape() as tape:
-                differentiated = [given] if isinstance(given, tf.Tensor) and given.dtype.is_floating else []
+                differentiated = (
+                    [given] if isinstance(given, tf.Tensor) and given.dtype.is_floating else []
+                )
                 tape.watch(differentiated)
                 y = call(given)
-            return y, tape.gradient(y, [*differentiated, *variables()], unconnected_gradients="zero")
+            return y, tape.gradient(
+                y, [*differentiated, *variables()], unconnected_gradients="zero"
+            )
 
-        return run if way == "eager" else tf.function(run, autograph=False, jit_compile=way == "xla")
+        return (
+            run if way == "eager" else tf.function(run, autograph=False, jit_compile=way == "xla")
+        )
 
     options = {} if training is None else {"training": training}
     options |= with_kwargs or {}
-    ours = through(lambda t: stack(t, **options), lambda: [v.value for v in stack.trainable_variables])()
+    ours = through(
+        lambda t: stack(t, **options), lambda: [v.value for v in stack.trainable_variables]
+    )()
 
     plain = plain or stack.unstack()
 
@@ -117,7 +136,9 @@ def run_stack(make_layer, depth, x, training=None, way="eager", with_kwargs=None
             t = layer(t, **options)
         return t
 
-    y, gradients = through(in_turn, lambda: [v.value for layer in plain for v in layer.trainable_variables])()
+    y, gradients = through(
+        in_turn, lambda: [v.value for layer in plain for v in layer.trainable_variables]
+    )()
     each = len(plain[0].trainable_variables)
     split = len(gradients) - each * len(plain)
     dx, flat = gradients[:split], gradients[split:]
@@ -139,9 +160,16 @@ def stack(rng):
     table = {
         "make_layer": Values(
             [f"lambda: {layer}", layer],
-            odd=[*fresh, *fresh, *(b.format(w=width) for b in BAD[:16]), *without("keras.layers.Dense(1)")],
+            odd=[
+                *fresh,
+                *fresh,
+                *(b.format(w=width) for b in BAD[:16]),
+                *without("keras.layers.Dense(1)"),
+            ],
         ),
-        "depth": Values([repr(depth), f"{depth}.0", f"np.int8({depth})"], odd=[*ANYTHING, "0", "-1"]),
+        "depth": Values(
+            [repr(depth), f"{depth}.0", f"np.int8({depth})"], odd=[*ANYTHING, "0", "-1"]
+        ),
         "x": Values(
             [x, f"tf.constant({x})"],
             odd=[
@@ -157,19 +185,36 @@ def stack(rng):
                 ),
                 *(
                     f"{x}.astype({d!r})"
-                    for d in ("int32", "complex64", "bool", "str", "object", "float64", "float16", ">f4")
+                    for d in (
+                        "int32",
+                        "complex64",
+                        "bool",
+                        "str",
+                        "object",
+                        "float64",
+                        "float16",
+                        ">f4",
+                    )
                 ),
-                *(f"masked({x})", f"{x}.tolist()", f"from_a_graph({x})", f"spoiled({x}, nan)", *ANYTHING),
+                *(
+                    f"masked({x})",
+                    f"{x}.tolist()",
+                    f"from_a_graph({x})",
+                    f"spoiled({x}, nan)",
+                    *ANYTHING,
+                ),
             ],
         ),
         "training": Values(
-            ["True", "False", "None"], odd=without("1", "True", "False", "None", "0", "-0.0", "np.True_")
+            ["True", "False", "None"],
+            odd=without("1", "True", "False", "None", "0", "-0.0", "np.True_"),
         ),
         "implementation": Values(["'auto'", "'auto'", "'reference'"], odd=ANYTHING),
         "name": Values(["'deep'", "None"], odd=without("None", "'x'", "Text('x')", "np.str_('a')")),
         "trainable": Values(["True", "False"], odd=without("True", "False", "np.True_")),
         "with_kwargs": Values(
-            ["{}"], odd=["{'foo': 1}", "{'mask': None}", "{'mask': 3}", "{'attention_mask': tf.ones([2])}"]
+            ["{}"],
+            odd=["{'foo': 1}", "{'mask': None}", "{'mask': 3}", "{'attention_mask': tf.ones([2])}"],
         ),
     }
     call = draw(
@@ -186,7 +231,13 @@ def stack(rng):
     space = {
         **NAMES,
         "shared": shared,
-        "two": iter([keras.layers.Dense(width), keras.layers.Dense(width, "relu"), keras.layers.Dense(width)]),
+        "two": iter(
+            [
+                keras.layers.Dense(width),
+                keras.layers.Dense(width, "relu"),
+                keras.layers.Dense(width),
+            ]
+        ),
     }
     try:
         arguments = {name: value(code, space) for name, code in call.arguments.items()}
@@ -216,7 +267,11 @@ def compare(what, got, wanted, half):
     assert got.shape == wanted.shape, f"{what} has shape {got.shape}, not {wanted.shape}"
     tolerance = 3e-2 if half else 1e-3
     np.testing.assert_allclose(
-        got, wanted, tolerance, tolerance * max(1.0, np.abs(np.nan_to_num(wanted)).max(initial=0)), err_msg=what
+        got,
+        wanted,
+        tolerance,
+        tolerance * max(1.0, np.abs(np.nan_to_num(wanted)).max(initial=0)),
+        err_msg=what,
     )
 
 
@@ -233,8 +288,14 @@ def methods(rng):
         "(built(3), built(3), built(3))",
         "[shared, shared]",
     ]
-    table = {"layers": Values(["[built(3), built(3)]", "(built(3), built(3))"], odd=[*odd, *odd, *ANYTHING])}
-    call = draw(rng, "assign_from", table, required=["layers"], odd=(0, 1, 1), names=("Layers", "Layer"))
+    table = {
+        "layers": Values(
+            ["[built(3), built(3)]", "(built(3), built(3))"], odd=[*odd, *odd, *ANYTHING]
+        )
+    }
+    call = draw(
+        rng, "assign_from", table, required=["layers"], odd=(0, 1, 1), names=("Layers", "Layer")
+    )
     deep = fa.kernels.LayerStack(lambda: keras.layers.Dense(3), 2)
     deep.build((None, 3))
 
@@ -249,7 +310,12 @@ def methods(rng):
         for mine, layer in zip(deep.unstack(), given, strict=True):
             np.testing.assert_array_equal(mine.kernel, layer.kernel)
 
-    return call, lambda: deep.assign_from(given), lambda: [np.asarray(v).tobytes() for v in deep.weights], right
+    return (
+        call,
+        lambda: deep.assign_from(given),
+        lambda: [np.asarray(v).tobytes() for v in deep.weights],
+        right,
+    )
 
 
 def test_assign_from(fuzzed):
@@ -259,12 +325,23 @@ def test_assign_from(fuzzed):
 def switched(rng):
     function = some(rng, "fp32_weight_gradients", "plain_weight_gradients")
     name = {"fp32_weight_gradients": "model", "plain_weight_gradients": "layers"}[function]
-    good = ["small", "small.layers[0]"] + ["small.layers", "[]", "iter(small.layers)"] * (name == "layers")
+    good = ["small", "small.layers[0]"] + ["small.layers", "[]", "iter(small.layers)"] * (
+        name == "layers"
+    )
     table = {
         name: Values(
             good,
             odd=[
-                *without("[]", "()", "{}", "set()", "keras.layers.Dense(1)", "range(0)", "generator()", "''"),
+                *without(
+                    "[]",
+                    "()",
+                    "{}",
+                    "set()",
+                    "keras.layers.Dense(1)",
+                    "range(0)",
+                    "generator()",
+                    "''",
+                ),
                 "small.layers + [3]",
                 "[None]",
                 "[[small]]",
@@ -274,7 +351,9 @@ def switched(rng):
         )
     }
     call = draw(rng, f"fa.kernels.{function}", table, required=[name], odd=(0, 1))
-    small = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, dtype="mixed_float16"), keras.layers.Dense(2)])
+    small = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(2, dtype="mixed_float16"), keras.layers.Dense(2)]
+    )
     if rng.random() < 0.5:
         fa.kernels.fp32_weight_gradients(small)
     kinds = [type(layer) for layer in small.layers]
@@ -283,7 +362,9 @@ def switched(rng):
     def right(changed):
         assert all(any(layer is each for each in small.layers) for layer in changed)
         is_switched = type(small.layers[0]) is not keras.layers.Dense
-        touched = given is small or given is small.layers[0] or "small.layers" in call.arguments[name]
+        touched = (
+            given is small or given is small.layers[0] or "small.layers" in call.arguments[name]
+        )
         assert (
             not touched
             or is_switched == (function == "fp32_weight_gradients")

@@ -1,4 +1,6 @@
-"""Random calls of `fa.TrainStep`, and of the step that it makes: the update of an eager loop, or a refusal."""
+"""Random calls of `fa.TrainStep`, and of the step that it makes: the update of an eager loop, or a
+refusal.
+"""
 
 import keras
 import numpy as np
@@ -28,7 +30,17 @@ used.build([v])
 """
 HELD = ("v", "w", "h", "d", "still", "i", "c", "free", "n")
 RETURNED = (
-    *("l", "(l,)", "(l, w, w)", "None", "(None, w)", "(l, None)", "('a', w)", "(l, 'a')", "{'loss': l, 'weight': w}"),
+    *(
+        "l",
+        "(l,)",
+        "(l, w, w)",
+        "None",
+        "(None, w)",
+        "(l, None)",
+        "('a', w)",
+        "(l, 'a')",
+        "{'loss': l, 'weight': w}",
+    ),
     *(
         "(l * nan, w)",
         "(l * inf, w)",
@@ -37,7 +49,15 @@ RETURNED = (
         "(tf.cast(l, 'int32'), w)",
         "(l, tf.cast(w, 'complex64'))",
     ),
-    *("(tf.cast(l, 'complex64'), w)", "(l[None], w)", "(l, w[None])", "(3.0, 1.0)", "(3, 1)", "(l, True)", "(l, -w)"),
+    *(
+        "(tf.cast(l, 'complex64'), w)",
+        "(l[None], w)",
+        "(l, w[None])",
+        "(3.0, 1.0)",
+        "(3, 1)",
+        "(l, True)",
+        "(l, -w)",
+    ),
     *(
         "tf.stack([l, w])",
         "tf.stack([l, w, w])",
@@ -212,7 +232,18 @@ def loss(rng, variables, returned):
 
 
 def step(rng):
-    variables = some(rng, "[v]", "[v]", "[w]", "[v, w]", "(v, w, h)", "[d]", "[still]", "[h, d]", "(x for x in [v, w])")
+    variables = some(
+        rng,
+        "[v]",
+        "[v]",
+        "[w]",
+        "[v, w]",
+        "(v, w, h)",
+        "[d]",
+        "[still]",
+        "[h, d]",
+        "(x for x in [v, w])",
+    )
     if variables.startswith("(x"):
         variables = "iter([v, w])"
     names = variables.replace("iter(", "").rstrip(")")
@@ -227,21 +258,27 @@ def step(rng):
     )
     table = {
         "loss_fn": Values(
-            [loss(rng, names, some(rng, *TAKEN)), f"staticmethod(distance({names.strip('[]()')})).__func__"],
+            [
+                loss(rng, names, some(rng, *TAKEN)),
+                f"staticmethod(distance({names.strip('[]()')})).__func__",
+            ],
             odd=[*(loss(rng, names, each) for each in RETURNED), *ANYTHING, *bad_functions],
         ),
         "variables": Values([variables], odd=[*ODD_VARIABLES, *ODD_VARIABLES, *ANYTHING]),
         "optimizer": Values(OPTIMIZERS, odd=[*ODD_OPTIMIZERS, *ODD_OPTIMIZERS, *ANYTHING]),
         "loss_scale": Values(
-            [*SCALES, numbers(1e-3, 1e2)], odd=[*ANYTHING, "'dynamic'", "fa.DynamicLossScale", "2**-70", "2**101"]
+            [*SCALES, numbers(1e-3, 1e2)],
+            odd=[*ANYTHING, "'dynamic'", "fa.DynamicLossScale", "2**-70", "2**101"],
         ),
         "clip_norm": Values(["None", numbers(1e-3, 1e3)], odd=ANYTHING),
         "jit_compile": Values(["False"], odd=without("True", "np.True_", *("1",))),
         "state": Values(
-            ["[n]", "(n,)", "iter([n])"], odd=["n", "[n, n]", "[None]", "'n'", "[i, 3]", "{'n': n}", *ANYTHING]
+            ["[n]", "(n,)", "iter([n])"],
+            odd=["n", "[n, n]", "[None]", "'n'", "[i, 3]", "{'n': n}", *ANYTHING],
         ),
         "stack": Values(
-            [each.format(n=int(rng.integers(1, 4))) for each in STACKS], odd=[*ODD_STACKS, *ODD_STACKS, *ANYTHING]
+            [each.format(n=int(rng.integers(1, 4))) for each in STACKS],
+            odd=[*ODD_STACKS, *ODD_STACKS, *ANYTHING],
         ),
     }
     required = ["loss_fn", "variables", "optimizer", "jit_compile", "stack"]
@@ -273,7 +310,9 @@ def tensor(leaf):
 
 
 def right(call, space, result, before):
-    """Compares variables and report with those of an eager loop over the micro-batches of the same stack."""
+    """Compares variables and report with those of an eager loop over the micro-batches of the same
+    stack.
+    """
     took = {name: np.array(space[name]) for name in HELD}
     own = dict(NAMES)
     exec(SETUP, own)
@@ -285,18 +324,29 @@ def right(call, space, result, before):
     for k in range(count):
         with tf.GradientTape() as tape:
             tape.watch(tensors)
-            each, weight = given["loss_fn"](tf.nest.map_structure(lambda t, k=k: None if t is None else t[k], stack))
+            each, weight = given["loss_fn"](
+                tf.nest.map_structure(lambda t, k=k: None if t is None else t[k], stack)
+            )
         gradients = tape.gradient(each, tensors)
-        total = [t if g is None else t + tf.cast(g, "float64") for t, g in zip(total, gradients, strict=True)]
+        total = [
+            t if g is None else t + tf.cast(g, "float64")
+            for t, g in zip(total, gradients, strict=True)
+        ]
         loss_sum, weight_sum = loss_sum + float(each), weight_sum + float(weight)
     norm = float(tf.linalg.global_norm(total)) / abs(weight_sum) if weight_sum else 0.0
     _, report = result
     of_loss = loss_sum / weight_sum if weight_sum else 0.0
     finite = bool(np.isfinite(norm) and np.isfinite(of_loss) and norm < 1e18)
-    assert bool(report.grads_finite) == finite, f"grads_finite={report.grads_finite}, where the norm is {norm}"
+    assert bool(report.grads_finite) == finite, (
+        f"grads_finite={report.grads_finite}, where the norm is {norm}"
+    )
     if not finite or weight_sum == 0:
         kept = HELD if "state" in call.arguments else HELD[:-1]
-        moved = [name for name, now, then in zip(kept, bytes_of(space), before, strict=False) if now != then]
+        moved = [
+            name
+            for name, now, then in zip(kept, bytes_of(space), before, strict=False)
+            if now != then
+        ]
         assert not moved, f"a step that is not taken moved {moved}"
         return
     for name, got, wanted in (
@@ -309,10 +359,14 @@ def right(call, space, result, before):
     factor = (min(1.0, float(clip) / norm) if clip is not None and norm else 1.0) / weight_sum
     optimizer = given["optimizer"]
     optimizer = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer
-    optimizer.apply_gradients([(tf.cast(g * factor, v.dtype), v) for g, v in zip(total, tensors, strict=True)])
+    optimizer.apply_gradients(
+        [(tf.cast(g * factor, v.dtype), v) for g, v in zip(total, tensors, strict=True)]
+    )
     for name in HELD:
         wanted = np.asarray(own[name])
-        close = np.allclose(took[name].astype("complex128"), wanted.astype("complex128"), 5e-3, 5e-3)
+        close = np.allclose(
+            took[name].astype("complex128"), wanted.astype("complex128"), 5e-3, 5e-3
+        )
         assert close, f"{name} became {took[name]}, not {wanted}"
 
 

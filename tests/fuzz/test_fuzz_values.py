@@ -60,7 +60,14 @@ def rule(outcomes, init=2.0**15, growth=2.0, backoff=0.5, interval=2000, low=1.0
 
 
 def scale(rng):
-    kind = some(rng, "DynamicLossScale", "DynamicLossScale", "DynamicLossScale", "StaticLossScale", "NoLossScale")
+    kind = some(
+        rng,
+        "DynamicLossScale",
+        "DynamicLossScale",
+        "DynamicLossScale",
+        "StaticLossScale",
+        "NoLossScale",
+    )
     outcomes = (rng.random(int(rng.integers(0, 12))) < 0.7).tolist()
     bounds = np.sort(np.exp(rng.uniform(-3, 12, 3))).tolist()
     odd = [*ANYTHING, "2**-65", "2**101", "1 + 1e-9", "1 - 1e-9", "3.4e38", "np.float16(2)"]
@@ -73,17 +80,35 @@ def scale(rng):
             "min_scale": Values([repr(bounds[0])], odd=odd),
             "max_scale": Values([repr(bounds[2])], odd=odd),
         },
-        "StaticLossScale": {"loss_scale": Values([numbers(1e-5, 1e9), "8", "np.float32(0.5)"], odd=odd)},
+        "StaticLossScale": {
+            "loss_scale": Values([numbers(1e-5, 1e9), "8", "np.float32(0.5)"], odd=odd)
+        },
         "NoLossScale": {"loss_scale": Values(["1.0"], bad=odd)},
     }
-    required = {"DynamicLossScale": ["init_scale", "min_scale", "max_scale"], "StaticLossScale": ["loss_scale"]}
-    call = draw(rng, f"fa.{kind}", tables[kind], required=required.get(kind, ()), chance=0.5 * (kind != "NoLossScale"))
+    required = {
+        "DynamicLossScale": ["init_scale", "min_scale", "max_scale"],
+        "StaticLossScale": ["loss_scale"],
+    }
+    call = draw(
+        rng,
+        f"fa.{kind}",
+        tables[kind],
+        required=required.get(kind, ()),
+        chance=0.5 * (kind != "NoLossScale"),
+    )
 
     def right(scales, **given):
         given = {name: float(each) for name, each in given.items()}
         if kind == "DynamicLossScale":
-            short = {"init_scale": "init", "growth_interval": "interval", "min_scale": "low", "max_scale": "high"}
-            wanted = rule(outcomes, **{short.get(k, k.removesuffix("_factor")): v for k, v in given.items()})
+            short = {
+                "init_scale": "init",
+                "growth_interval": "interval",
+                "min_scale": "low",
+                "max_scale": "high",
+            }
+            wanted = rule(
+                outcomes, **{short.get(k, k.removesuffix("_factor")): v for k, v in given.items()}
+            )
         else:
             wanted = [np.float32(given.get("loss_scale", 1.0))] * (len(outcomes) + 1)
         np.testing.assert_allclose(scales, wanted, 1e-5)
@@ -115,7 +140,10 @@ def loss(rng):
                 f"{labels}.tolist()",
             ],
             odd=[
-                *(f"{labels}.astype('int64') + {each}" for each in ("1", "100", "-1", "0.5", "2**31", "2**40", "nan")),
+                *(
+                    f"{labels}.astype('int64') + {each}"
+                    for each in ("1", "100", "-1", "0.5", "2**31", "2**40", "nan")
+                ),
                 *(f"{labels}.astype({each!r})" for each in ("int8", "uint64", "bool", "float64")),
                 *(
                     f"{labels}[1:]",
@@ -139,7 +167,8 @@ def loss(rng):
             ],
         ),
         "head": Values(
-            ["None", "'head'"], odd=without("None", "''", "'x'", "Text('x')", "'\\0'", "'\\ud800'", "np.str_('a')")
+            ["None", "'head'"],
+            odd=without("None", "''", "'x'", "Text('x')", "'\\0'", "'\\ud800'", "np.str_('a')"),
         ),
         "ignore_index": Values([integers(-1, 8), "-100"], odd=ANYTHING),
         "label_smoothing": Values(["0", numbers(1e-3, 0.9)], odd=[*ANYTHING, "1.0"]),
@@ -149,7 +178,9 @@ def loss(rng):
             ["'sum'", "'sum_over_batch_size'", "'none'", "'mean_with_sample_weight'"],
             odd=[*ANYTHING, "'auto'", "'Sum'"],
         ),
-        "name": Values(["'x'", "'a loss'"], odd=without("None", "'x'", "Text('x')", "np.str_('a')")),
+        "name": Values(
+            ["'x'", "'a loss'"], odd=without("None", "'x'", "Text('x')", "np.str_('a')")
+        ),
     }
     call = draw(rng, "lce", table, required=["y_true", "y_pred"], names=("y",))
 
@@ -173,7 +204,11 @@ def loss(rng):
         lse = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
         at = np.clip(label.astype("int64"), 0, logits.shape[-1] - 1)
         picked = np.take_along_axis(logits, at[..., None], -1)[..., 0]
-        losses = (1 - label_smoothing) * (lse - picked) + label_smoothing * (lse - logits.mean(-1)) + z_loss * lse**2
+        losses = (
+            (1 - label_smoothing) * (lse - picked)
+            + label_smoothing * (lse - logits.mean(-1))
+            + z_loss * lse**2
+        )
         losses = np.where((label >= 0) & (label < logits.shape[-1]), losses, np.nan)
         counted = label != ignore_index
         losses = np.where(counted, losses, 0.0)
@@ -181,7 +216,9 @@ def loss(rng):
             losses = losses.sum()
         elif reduction not in ("none", None):
             losses = losses.sum() / max(counted.sum(), 1e-7)
-        np.testing.assert_allclose(np.asarray(got, "float64"), losses, 3e-2, 3e-2 * np.abs(lse).max(initial=1.0))
+        np.testing.assert_allclose(
+            np.asarray(got, "float64"), losses, 3e-2, 3e-2 * np.abs(lse).max(initial=1.0)
+        )
 
     def run(y_true, y_pred, **arguments):
         return fa.LinearCrossEntropy(**arguments)(y_true, y_pred)
@@ -211,11 +248,18 @@ def model(rng):
         "stacked": Values(["False", "False", "True"], odd=ANYTHING),
         "preset": Values(["None", "'nano'"], odd=[*ANYTHING, "'Nano'"]),
         "dtype": Values(
-            ["None", "'float32'", "'mixed_bfloat16'"], odd=[*ANYTHING, "'float64'", "'int8'", "'int32'", "'mixed'"]
+            ["None", "'float32'", "'mixed_bfloat16'"],
+            odd=[*ANYTHING, "'float64'", "'int8'", "'int32'", "'mixed'"],
         ),
         "name": Values(["'small'"], odd=without("'x'", "Text('x')", "np.str_('a')")),
     }
-    call = draw(rng, "fa.gpt", table, required=["vocabulary_size", "context", "width", "layers", "heads"], chance=0.2)
+    call = draw(
+        rng,
+        "fa.gpt",
+        table,
+        required=["vocabulary_size", "context", "width", "layers", "heads"],
+        chance=0.2,
+    )
 
     def right(made, **given):
         given = {
@@ -232,7 +276,9 @@ def model(rng):
         assert np.all(np.isfinite(logits))
         d, n = (int(given[name]) for name in ("width", "layers"))
         kv = int(given.get("key_value_heads") or given["heads"]) * (d // int(given["heads"]))
-        wanted = (v * d if given.get("tied") else 2 * v * d) + n * (10 * d * d + 2 * d * kv + 2 * d) + d
+        wanted = (
+            (v * d if given.get("tied") else 2 * v * d) + n * (10 * d * d + 2 * d * kv + 2 * d) + d
+        )
         wanted += int(given["context"]) * d * (given.get("positions") == "learned")
         assert made.count_params() == wanted, (made.count_params(), wanted)
 
@@ -250,8 +296,15 @@ def test_gpt(fuzzed):
 def folder(tmp_path_factory):
     """One with a checkpoint of two steps, and what is none."""
     path = tmp_path_factory.mktemp("checkpoints")
-    trainer = fa.Trainer(keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]), "sgd", "mse", jit_compile=False)
-    trainer.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=2, verbose=0, checkpoint_dir=path / "good")
+    trainer = fa.Trainer(
+        keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]),
+        "sgd",
+        "mse",
+        jit_compile=False,
+    )
+    trainer.fit(
+        np.ones((4, 1)), np.ones((4, 1)), batch_size=2, verbose=0, checkpoint_dir=path / "good"
+    )
     (path / "file").write_text("x")
     (path / "empty").mkdir()
     return path

@@ -54,7 +54,11 @@ def from_theirs():
         (CALL, lambda: {}["batch_size"], "A raw error. KeyError"),
         (CALL, lambda: None.batch_size, "A raw error. AttributeError"),
         (CALL, lambda: tf.constant("batch_size") + 1, "A raw error. InvalidArgumentError"),
-        (CALL, lambda: tf.convert_to_tensor(object(), name="batch_size"), "An error of others. ValueError"),
+        (
+            CALL,
+            lambda: tf.convert_to_tensor(object(), name="batch_size"),
+            "An error of others. ValueError",
+        ),
         (CALL, lambda: int("batch_size"), "An error of others. ValueError"),
         (CALL, lambda: tf.reshape([1.0], "batch_size"), "A raw error|An error of others"),
     ],
@@ -79,7 +83,10 @@ def test_what_moved_before_a_refusal_is_seen():
 
 
 def test_calls_are_the_same_again_and_failures_can_be_pasted():
-    table = {"name": Values(["'a'"]), "value": Values([fuzzing.numbers(1e-3, 1e3)], bad=fuzzing.ANYTHING)}
+    table = {
+        "name": Values(["'a'"]),
+        "value": Values([fuzzing.numbers(1e-3, 1e3)], bad=fuzzing.ANYTHING),
+    }
 
     def make(rng):
         call = draw(rng, "checks.positive", table, required=list(table))

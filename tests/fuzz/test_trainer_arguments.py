@@ -22,8 +22,18 @@ CALLABLE = ("raises", "lambda: None", "lambda a, b, c: None", "object", "Holder"
 NOTHING = ("None", "()", "[]", "{}", "[[]]", "[None]", "{'a': {}}", "range(0)")
 ROWS = 12
 
-LOSSES = ["'mse'", "'mean_squared_error'", "keras.losses.MeanSquaredError()", "keras.losses.Huber(0.5)", "['mae']"]
-LOSSES += ["keras.losses.mean_squared_error", "lambda y, p: tf.reduce_mean(tf.square(y - p), -1)", "'log_cosh'"]
+LOSSES = [
+    "'mse'",
+    "'mean_squared_error'",
+    "keras.losses.MeanSquaredError()",
+    "keras.losses.Huber(0.5)",
+    "['mae']",
+]
+LOSSES += [
+    "keras.losses.mean_squared_error",
+    "lambda y, p: tf.reduce_mean(tf.square(y - p), -1)",
+    "'log_cosh'",
+]
 LOSSES += [
     "keras.losses.MeanAbsoluteError(reduction='sum')",
     "keras.losses.MeanSquaredError(reduction='mean_with_sample_weight')",
@@ -52,10 +62,26 @@ BAD_LOSSES += [
     "keras.losses.SparseCategoricalCrossentropy(from_logits=True, axis=3)",
     "fa.LinearCrossEntropy('no such layer')",
 ]
-OPTIMIZERS = ["'sgd'", "'adam'", "'Adam'", "keras.optimizers.SGD(0.1, momentum=0.9)", "keras.optimizers.Adam(1e-2)"]
-OPTIMIZERS += ["keras.optimizers.RMSprop()", "'adamw'", "keras.optimizers.Adagrad(0.1)", "keras.optimizers.Lion()"]
+OPTIMIZERS = [
+    "'sgd'",
+    "'adam'",
+    "'Adam'",
+    "keras.optimizers.SGD(0.1, momentum=0.9)",
+    "keras.optimizers.Adam(1e-2)",
+]
+OPTIMIZERS += [
+    "keras.optimizers.RMSprop()",
+    "'adamw'",
+    "keras.optimizers.Adagrad(0.1)",
+    "keras.optimizers.Lion()",
+]
 OPTIMIZERS += ["keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))"]
-BAD_OPTIMIZERS = ["'adamm'", "keras.optimizers.Adam", "keras.optimizers.SGD(nan)", "keras.optimizers.SGD(inf)"]
+BAD_OPTIMIZERS = [
+    "'adamm'",
+    "keras.optimizers.Adam",
+    "keras.optimizers.SGD(nan)",
+    "keras.optimizers.SGD(inf)",
+]
 BAD_OPTIMIZERS += [
     "keras.optimizers.Adam(gradient_accumulation_steps=2)",
     "keras.optimizers.LossScaleOptimizer('sgd')",
@@ -117,7 +143,8 @@ BAD_SCALES = [
 
 TABLE = {
     "model": Values(
-        ["model('regression')", "model('subclassed')", "Subclassed()"], [*ANYTHING, *BAD_MODELS, *BAD_MODELS]
+        ["model('regression')", "model('subclassed')", "Subclassed()"],
+        [*ANYTHING, *BAD_MODELS, *BAD_MODELS],
     ),
     "optimizer": Values(OPTIMIZERS, [*without("None"), *BAD_OPTIMIZERS, *BAD_OPTIMIZERS]),
     "loss": Values(LOSSES, [*without(*CALLABLE), *BAD_LOSSES, *BAD_LOSSES], CALLABLE),
@@ -160,10 +187,20 @@ def variables_of(model):
 def make_trainer(rng):
     setup = "def trained(**options):\n    trainer = fa.Trainer(**options)\n"
     setup += (
-        f"    trainer.fit(inputs('regression', {ROWS}), targets('regression', {ROWS}), batch_size=2, shuffle=False)"
+        f"    trainer.fit(inputs('regression', {ROWS}), targets('regression', {ROWS}), "
+        "batch_size=2, shuffle=False)"
     )
     required = ["model", "optimizer", "loss", "jit_compile"]
-    call = draw(rng, "trained", TABLE, required=required, chance=0.2, odd=(0, 1, 1, 2), setup=setup, names=("x", "y"))
+    call = draw(
+        rng,
+        "trained",
+        TABLE,
+        required=required,
+        chance=0.2,
+        odd=(0, 1, 1, 2),
+        setup=setup,
+        names=("x", "y"),
+    )
     if rng.random() < 0.02:
         call.arguments["modle"] = "1"
     if call.arguments.get("own_loss_reduction") and "own_loss_reduction" not in call.bad:
@@ -183,7 +220,9 @@ def check_trainer(trainer, given_to):
     keras.utils.set_random_seed(1)
     model, optimizer = given_to["model"], keras.optimizers.get(given_to["optimizer"])
     x, y = given.inputs("regression", ROWS), given.targets("regression", ROWS)
-    assert all(np.isfinite(w).all() for w in trainer.model.get_weights()), "weights that are not finite"
+    assert all(np.isfinite(w).all() for w in trainer.model.get_weights()), (
+        "weights that are not finite"
+    )
     if isinstance(model, given.Subclassed) and not model.built:
         return  # its first weights are drawn as it is built
     config = optimizer.get_config()
@@ -193,7 +232,11 @@ def check_trainer(trainer, given_to):
     if loss_weights == ():
         loss_weights = None
     model.compile(
-        type(optimizer).from_config(config), loss, loss_weights=loss_weights, auto_scale_loss=False, run_eagerly=True
+        type(optimizer).from_config(config),
+        loss,
+        loss_weights=loss_weights,
+        auto_scale_loss=False,
+        run_eagerly=True,
     )
     each = 2 * int(given_to.get("gradient_accumulation_steps", 1))
     for start in range(0, ROWS, each):
@@ -206,8 +249,20 @@ def test_a_trainer(fuzzed):
     fuzzed(make_trainer, 40)
 
 
-OPTIONS = ("gradient_accumulation_steps", "steps_per_execution", "loss_scale", "clip_norm", "on_nonfinite")
-OPTIONS += ("fp32_weight_gradients", "flash_attention", "jit_compile", "shard_optimizer", "own_loss_reduction")
+OPTIONS = (
+    "gradient_accumulation_steps",
+    "steps_per_execution",
+    "loss_scale",
+    "clip_norm",
+    "on_nonfinite",
+)
+OPTIONS += (
+    "fp32_weight_gradients",
+    "flash_attention",
+    "jit_compile",
+    "shard_optimizer",
+    "own_loss_reduction",
+)
 
 
 @functools.cache
@@ -293,15 +348,27 @@ def make_step(rng):
         "{} * 0",
         "{}.astype('int8')",
     ]
-    maybe += ["tf.Variable({})", "keras.Variable({})", "{}[::-1]", "{}.astype('>f4')", "Lies({}, 1)", "{} * 1e9"]
+    maybe += [
+        "tf.Variable({})",
+        "keras.Variable({})",
+        "{}[::-1]",
+        "{}.astype('>f4')",
+        "Lies({}, 1)",
+        "{} * 1e9",
+    ]
     table = {}
     for name, code in (("x", x), ("y", y), ("sample_weight", w)):
-        bad = [change.format(code) for change in changes] if single or name == "sample_weight" else []
+        bad = (
+            [change.format(code) for change in changes] if single or name == "sample_weight" else []
+        )
         odd = [change.format(code) for change in maybe] if single or name == "sample_weight" else []
         keep = NOTHING if name == "sample_weight" else ()
         table[name] = Values([code], [*without(*keep), *bad, *bad, *bad], [*odd, *odd, *keep])
     parts = draw(rng, "", table, required=["x", "y"], odd=(0, 1, 1, 2))
-    stack, bad = "(" + ", ".join(parts.arguments[name] for name in table if name in parts.arguments) + ",)", parts.bad
+    stack, bad = (
+        "(" + ", ".join(parts.arguments[name] for name in table if name in parts.arguments) + ",)",
+        parts.bad,
+    )
     if rng.random() < 0.15:
         others = [
             *ANYTHING,
@@ -315,7 +382,11 @@ def make_step(rng):
         stack, bad = others[int(rng.integers(len(others)))], ("stack",)
     setup = f"trainer = new_trainer({kind!r}, 2)"
     call = Call(
-        "trainer.train_step", {"stack": stack}, bad=bad, setup=setup, names=("x", "y", "sample_weight", "train step")
+        "trainer.train_step",
+        {"stack": stack},
+        bad=bad,
+        setup=setup,
+        names=("x", "y", "sample_weight", "train step"),
     )
     trainer, start, oracle = by_hand(kind)
     for variable, before in zip(given.variables(trainer), start, strict=True):
@@ -366,7 +437,9 @@ def make_report(rng):
         passed["stage"] = value(arguments["stage"], NAMES)
         bad = (*bad, *(["stage"] if arguments["stage"] not in stages[:2] else []))
     setup = "trainer = new_trainer('regression', 2, jit_compile=True)"
-    call = Call(f"trainer.{function}", arguments, bad=bad, setup=setup, names=("x", "y", "train step"))
+    call = Call(
+        f"trainer.{function}", arguments, bad=bad, setup=setup, names=("x", "y", "train step")
+    )
 
     def right(result):
         assert isinstance(result, (str, bytes)) or result.temp_bytes >= 0

@@ -1,4 +1,6 @@
-"""An optimizer of each kind, by name, with a model for them and the update as their own libraries make it."""
+"""An optimizer of each kind, by name, with a model for them and the update as their own libraries
+make it.
+"""
 
 import keras
 import numpy as np
@@ -30,17 +32,24 @@ KERAS = {
         global_clipnorm=0.5,
     ),
     "Multi": lambda: keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.01)})
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.01)}
+        )
     ),
 }
 # The Keras that has it; its Muon did not run on TensorFlow before.
 SINCE = {"Muon": (3, 13), "ScheduleFreeAdamW": (3, 14), "Multi": (3, 15)}
 VERSION = tuple(map(int, keras.__version__.split(".")[:2]))
-KERAS |= {name: lambda: pytest.skip("of a later Keras") for name, since in SINCE.items() if since > VERSION}
+KERAS |= {
+    name: lambda: pytest.skip("of a later Keras")
+    for name, since in SINCE.items()
+    if since > VERSION
+}
 
 
 def tf_keras():
-    # Named here, not imported above: collecting the tests must not bind tf.keras, as fa.addons does.
+    # Named here, not imported above: collecting the tests must not bind tf.keras, as fa.addons
+    # does.
     import tf_keras
 
     return tf_keras.optimizers
@@ -56,14 +65,20 @@ TF_KERAS = {
         ema_momentum=0.5,
         ema_overwrite_frequency=2,
     ),
-    "legacy Adam": lambda: tf_keras().legacy.Adam(tf_keras().schedules.ExponentialDecay(0.1, 1, 0.5)),
+    "legacy Adam": lambda: tf_keras().legacy.Adam(
+        tf_keras().schedules.ExponentialDecay(0.1, 1, 0.5)
+    ),
     "legacy Nadam": lambda: tf_keras().legacy.Nadam(0.01),
 }
 
 TFA = {
-    "LAMB": lambda: fa.addons.optimizers.LAMB(0.01, weight_decay=0.1, exclude_from_weight_decay=["bias"]),
+    "LAMB": lambda: fa.addons.optimizers.LAMB(
+        0.01, weight_decay=0.1, exclude_from_weight_decay=["bias"]
+    ),
     "tfa AdamW": lambda: fa.addons.optimizers.AdamW(0.1, 0.01),
-    "SGDW": lambda: fa.addons.optimizers.SGDW(0.1, 0.01, momentum=0.9, exclude_from_weight_decay=["bias"]),
+    "SGDW": lambda: fa.addons.optimizers.SGDW(
+        0.1, 0.01, momentum=0.9, exclude_from_weight_decay=["bias"]
+    ),
     "LazyAdam": lambda: fa.addons.optimizers.LazyAdam(0.01),
     "RectifiedAdam": lambda: fa.addons.optimizers.RectifiedAdam(0.01, weight_decay=0.1),
     "Lookahead": lambda: fa.addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=2),
@@ -71,11 +86,15 @@ TFA = {
     "Yogi": lambda: fa.addons.optimizers.Yogi(0.01),
     "AdaBelief": lambda: fa.addons.optimizers.AdaBelief(0.01),
     "COCOB": lambda: fa.addons.optimizers.COCOB(),
-    "MovingAverage": lambda: fa.addons.optimizers.MovingAverage(tf_keras().legacy.Adam(0.1), average_decay=0.5),
+    "MovingAverage": lambda: fa.addons.optimizers.MovingAverage(
+        tf_keras().legacy.Adam(0.1), average_decay=0.5
+    ),
     "SWA": lambda: fa.addons.optimizers.SWA(
         tf_keras().legacy.SGD(0.1, momentum=0.9), start_averaging=1, average_period=1
     ),
-    "Ranger": lambda: fa.addons.optimizers.Lookahead(fa.addons.optimizers.RectifiedAdam(0.1), sync_period=2),
+    "Ranger": lambda: fa.addons.optimizers.Lookahead(
+        fa.addons.optimizers.RectifiedAdam(0.1), sync_period=2
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""`python faulty_command.py FAULT train ...`: the tiny command, to which something happens on its way."""
+"""`python faulty_command.py FAULT train ...`: the tiny command, to which something happens on its
+way.
+"""
 
 import contextlib
 import os
@@ -58,9 +60,13 @@ def disk_full_at_step_80(recorder):
     def filled(self, batch, logs=None):
         end(self, batch, logs)
         if self.steps == 80:
-            while not (self.folder / "checkpoints" / "step-00000075").exists():  # which is still being written
+            # which is still being written
+            while not (self.folder / "checkpoints" / "step-00000075").exists():
                 time.sleep(0.05)
-            with open(self.folder.parent / "filler", "wb", buffering=0) as file, contextlib.suppress(OSError):
+            with (
+                open(self.folder.parent / "filler", "wb", buffering=0) as file,
+                contextlib.suppress(OSError),
+            ):
                 while True:
                     file.write(bytes(4096))
 

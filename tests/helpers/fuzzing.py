@@ -1,7 +1,7 @@
 """Random calls of the public names, each a line of Python, and a judge of what comes of one.
 
-A call must end in a TypeError or ValueError of fastaccum's own that names the argument, with nothing moved, or in a
-right result. Call `number` of seed `seed` is always the same one.
+A call must end in a TypeError or ValueError of fastaccum's own that names the argument, with
+nothing moved, or in a right result. Call `number` of seed `seed` is always the same one.
 """
 
 import collections
@@ -32,8 +32,8 @@ Code = str | Callable[[np.random.Generator], str]
 class Values(NamedTuple):
     """What may be passed for an argument, as Python's source, or functions that draw it.
 
-    `valid` is taken and must give what the oracle says; `odd` may be refused or taken, and then the result must be
-    right, as far as the oracle of the call can tell; `bad` must be refused.
+    `valid` is taken and must give what the oracle says; `odd` may be refused or taken, and then the
+    result must be right, as far as the oracle of the call can tell; `bad` must be refused.
     """
 
     valid: Sequence[Code]
@@ -42,7 +42,9 @@ class Values(NamedTuple):
 
 
 class Call(NamedTuple):
-    """`function(name=code, ...)` after the lines `setup`; `names`: what else an error may name than the arguments."""
+    """`function(name=code, ...)` after the lines `setup`; `names`: what else an error may name than
+    the arguments.
+    """
 
     function: str
     arguments: dict[str, str]
@@ -55,7 +57,8 @@ class Call(NamedTuple):
     def code(self) -> str:
         """The call as text to be pasted, below `PASTE`."""
         arguments = ", ".join(
-            f"{name}={code}" if name.isidentifier() else code for name, code in self.arguments.items()
+            f"{name}={code}" if name.isidentifier() else code
+            for name, code in self.arguments.items()
         )
         return "\n".join(filter(None, (self.setup, f"{self.function}({arguments})")))
 
@@ -70,7 +73,9 @@ def draw(
     odd: Sequence[int] = (0, 1, 1, 1, 2, 3),
     **rest: Any,
 ) -> Call:
-    """A call whose arguments are valid, but for one of `odd` many; those not `required` are each there by `chance`."""
+    """A call whose arguments are valid, but for one of `odd` many; those not `required` are each
+    there by `chance`.
+    """
     strange = rng.choice(list(table), min(len(table), int(rng.choice(odd))), replace=False).tolist()
     arguments, odd_ones, bad_ones = {}, [], []
     for name, values in table.items():
@@ -124,8 +129,11 @@ def names_one(message: str, names: Sequence[str]) -> bool:
     return any(re.search(rf"(?<![\w]){re.escape(name)}(?![\w])", message) for name in names)
 
 
-def judge(call: Call, run: Callable[[], Any], state: Callable[[], Any], right: Callable[[Any], None]) -> str:
-    """What came of a call: "refused", "raised by what was passed" or "result"; raises Wrong otherwise.
+def judge(
+    call: Call, run: Callable[[], Any], state: Callable[[], Any], right: Callable[[Any], None]
+) -> str:
+    """What came of a call: "refused", "raised by what was passed" or "result"; raises Wrong
+    otherwise.
 
     Args:
         state: bytes of what a call that is refused must not move.
@@ -156,9 +164,15 @@ def _of_error(call: Call, error: Exception) -> str:
         return "raised by what was passed"
     what = f"{type(error).__name__}: {str(error)[:1000]}"
     last = traceback.extract_tb(error.__traceback__)[-1].filename
-    if type(error) is TypeError and re.search(SIGNATURE, str(error)) and "site-packages" not in last:
+    if (
+        type(error) is TypeError
+        and re.search(SIGNATURE, str(error))
+        and "site-packages" not in last
+    ):
         return "refused"
-    if type(error) not in (TypeError, ValueError) and not type(error).__module__.startswith("fastaccum"):
+    if type(error) not in (TypeError, ValueError) and not type(error).__module__.startswith(
+        "fastaccum"
+    ):
         raise Wrong(f"A raw error. {what}") from error
     if not is_ours(error):
         raise Wrong(f"An error of others. {what}") from error
@@ -180,12 +194,16 @@ class Found(NamedTuple):
 def fuzz(
     calls: int,
     seed: int,
-    make: Callable[[np.random.Generator], tuple[Call, Callable[[], Any], Callable[[], Any], Callable[[Any], None]]],
+    make: Callable[
+        [np.random.Generator],
+        tuple[Call, Callable[[], Any], Callable[[], Any], Callable[[Any], None]],
+    ],
     first: int = 0,
 ) -> tuple[collections.Counter, list[Found]]:
     """Makes and judges calls; returns how many came to what, and those that went wrong.
 
-    `make` returns what `judge` takes: the call, what runs it, what must not move, and what checks a result.
+    `make` returns what `judge` takes: the call, what runs it, what must not move, and what checks a
+        result.
     """
     with _unfiltered_tracebacks():
         return _judged(calls, seed, make, first)
@@ -193,7 +211,9 @@ def fuzz(
 
 @contextlib.contextmanager
 def _unfiltered_tracebacks():
-    """Keeps an error's innermost frames inside the block, without which one from within looks like one of ours."""
+    """Keeps an error's innermost frames inside the block, without which one from within looks like
+    one of ours.
+    """
     tf.debugging.disable_traceback_filtering()
     keras.config.disable_traceback_filtering()
     yield
@@ -216,7 +236,9 @@ def _judged(calls, seed, make, first):
         except Wrong as why:
             outcomes["WRONG"] += 1
             frames = traceback.extract_tb(why.__cause__.__traceback__) if why.__cause__ else []
-            where = " <- ".join(f"{pathlib.Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))
+            where = " <- ".join(
+                f"{pathlib.Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:])
+            )
             found.append(Found(seed, number, call.code, str(why), where))
     return outcomes, found
 
@@ -226,7 +248,10 @@ def report(found: Sequence[Found], most: int = 30) -> str:
     kinds = collections.defaultdict(list)
     for each in found:
         kinds[each.where or each.why[:80]].append(each)
-    texts = [f"{len(found)} calls went wrong, in {len(kinds)} ways. {PASTE!r} makes the names that they use.\n"]
+    texts = [
+        f"{len(found)} calls went wrong, in {len(kinds)} ways. {PASTE!r} makes the names that "
+        "they use.\n"
+    ]
     for alike in itertools.islice(kinds.values(), most):
         each = min(alike, key=lambda f: len(f.code))
         title = f"--- seed {each.seed}, call {each.number} ({len(alike)} alike) at {each.where}"
@@ -336,10 +361,34 @@ ANYTHING = (
         "lambda: None",
         "lambda a, b, c: None",
     ),
-    *("range(0)", "range(3)", "generator()", "generator(1)", "exhausted(1)", "memoryview(b'abcd')", "np.float32(2)"),
-    *("np.int64(3)", "np.str_('a')", "np.datetime64('2020-01-01')", "np.array(None)", "np.array(1)", "np.array([])"),
-    *("np.zeros((2, 0))", "np.array([{}, 1], object)", "np.array(['a', 'b'])", "np.array([(1, 2.)], 'i4,f4')"),
-    *("np.array(['2020-01-01'], 'datetime64[D]')", "np.ma.masked_array([1., 2.], [True, False])", "np.ma.masked"),
+    *(
+        "range(0)",
+        "range(3)",
+        "generator()",
+        "generator(1)",
+        "exhausted(1)",
+        "memoryview(b'abcd')",
+        "np.float32(2)",
+    ),
+    *(
+        "np.int64(3)",
+        "np.str_('a')",
+        "np.datetime64('2020-01-01')",
+        "np.array(None)",
+        "np.array(1)",
+        "np.array([])",
+    ),
+    *(
+        "np.zeros((2, 0))",
+        "np.array([{}, 1], object)",
+        "np.array(['a', 'b'])",
+        "np.array([(1, 2.)], 'i4,f4')",
+    ),
+    *(
+        "np.array(['2020-01-01'], 'datetime64[D]')",
+        "np.ma.masked_array([1., 2.], [True, False])",
+        "np.ma.masked",
+    ),
     *(
         "tf.constant(2.)",
         "tf.constant(1)",
@@ -364,7 +413,12 @@ ANYTHING = (
         "np",
         "tf.data.Dataset",
     ),
-    *("tf.data.Dataset.range(3)", "tf.data.Dataset.range(0)", "keras.Variable(1.)", "keras.layers.Dense(1)"),
+    *(
+        "tf.data.Dataset.range(3)",
+        "tf.data.Dataset.range(0)",
+        "keras.Variable(1.)",
+        "keras.layers.Dense(1)",
+    ),
 )
 
 

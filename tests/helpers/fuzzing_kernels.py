@@ -1,4 +1,6 @@
-"""What fuzzed calls of the kernels are made of: arrays, ways to run a function with its gradients, and oracles."""
+"""What fuzzed calls of the kernels are made of: arrays, ways to run a function with its gradients,
+and oracles.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,19 +44,29 @@ def masked(values: Any) -> np.ma.MaskedArray:
 def from_a_graph(values: Any) -> tf.Tensor:
     """A tensor of a graph that has been left."""
     left: list[tf.Tensor] = []
-    tf.function(lambda t: left.append(t + 0), autograph=False).get_concrete_function(tf.constant(values))
+    tf.function(lambda t: left.append(t + 0), autograph=False).get_concrete_function(
+        tf.constant(values)
+    )
     return left[0]
 
 
 def _cotangent(y: tf.Tensor) -> tf.Tensor:
-    return tf.cast(tf.reshape(tf.cos(tf.cast(tf.range(tf.size(y)), tf.float32)), tf.shape(y)), y.dtype)
+    return tf.cast(
+        tf.reshape(tf.cos(tf.cast(tf.range(tf.size(y)), tf.float32)), tf.shape(y)), y.dtype
+    )
 
 
 def _with_gradients(function: Callable, compiled: Callable) -> Callable:
-    """`function(**arguments)`, and its gradient by each floating tensor among them, through `compiled`."""
+    """`function(**arguments)`, and its gradient by each floating tensor among them, through
+    `compiled`.
+    """
 
     def call(**arguments: Any) -> tuple[tf.Tensor, dict[str, tf.Tensor]]:
-        given = {n: t for n, t in arguments.items() if isinstance(t, tf.Tensor) and not tf.is_symbolic_tensor(t)}
+        given = {
+            n: t
+            for n, t in arguments.items()
+            if isinstance(t, tf.Tensor) and not tf.is_symbolic_tensor(t)
+        }
         given = {n: t for n, t in given.items() if t.dtype not in (tf.string, tf.variant)}
 
         def run(tensors):
@@ -78,7 +90,9 @@ def graph(function: Callable) -> Callable:
 
 
 def xla(function: Callable) -> Callable:
-    return _with_gradients(function, lambda run: tf.function(run, autograph=False, jit_compile=True))
+    return _with_gradients(
+        function, lambda run: tf.function(run, autograph=False, jit_compile=True)
+    )
 
 
 def unknown(function: Callable) -> Callable:
@@ -87,7 +101,8 @@ def unknown(function: Callable) -> Callable:
     def compiled(run):
         def call(tensors):
             spec = {
-                n: tf.TensorSpec([*[None] * (t.shape.rank - 2), *t.shape[-2:]], t.dtype) for n, t in tensors.items()
+                n: tf.TensorSpec([*[None] * (t.shape.rank - 2), *t.shape[-2:]], t.dtype)
+                for n, t in tensors.items()
             }
             return tf.function(run, [spec], autograph=False)(tensors)
 
@@ -120,14 +135,21 @@ def double(value: Any, like: Any = None) -> tf.Tensor:
 
 
 def agrees(
-    result: Any, arguments: Mapping[str, Any], oracle: Callable[..., tf.Tensor], leaves: Mapping[str, Any]
+    result: Any,
+    arguments: Mapping[str, Any],
+    oracle: Callable[..., tf.Tensor],
+    leaves: Mapping[str, Any],
 ) -> None:
-    """Compares `(y, gradients)` with an expression of float64 and its autodiff, where that is finite."""
+    """Compares `(y, gradients)` with an expression of float64 and its autodiff, where that is
+    finite.
+    """
     y, gradients = result
     watched = {name: leaf for name, leaf in leaves.items() if name in gradients}
     with tf.GradientTape() as tape:
         expected = oracle()
-    derived = tape.gradient(expected, watched, tf.cast(_cotangent(tf.cast(expected, y.dtype)), tf.float64))
+    derived = tape.gradient(
+        expected, watched, tf.cast(_cotangent(tf.cast(expected, y.dtype)), tf.float64)
+    )
     tolerance = max(
         TOLERANCES.get(tf.convert_to_tensor(a).dtype.name, 0)
         for n, a in arguments.items()
@@ -139,7 +161,12 @@ def agrees(
         if gradient is None:
             assert not np.any(wanted), f"{name} has no gradient"
         else:
-            _close(f"the gradient of {name}", tf.convert_to_tensor(gradient), tf.convert_to_tensor(wanted), tolerance)
+            _close(
+                f"the gradient of {name}",
+                tf.convert_to_tensor(gradient),
+                tf.convert_to_tensor(wanted),
+                tolerance,
+            )
 
 
 def _close(what: str, got: Any, wanted: Any, tolerance: float) -> None:
@@ -149,7 +176,9 @@ def _close(what: str, got: Any, wanted: Any, tolerance: float) -> None:
     scale = max(1.0, float(np.abs(wanted[known]).max(initial=0.0)))
     off = np.abs(np.where(known, got - np.where(known, wanted, 0), 0))
     off = float(np.nan_to_num(off, nan=np.inf).max(initial=0.0))
-    assert off <= tolerance * scale, f"{what} is off by {off:.3g}: {got.ravel()[:6]} for {wanted.ravel()[:6]}"
+    assert off <= tolerance * scale, (
+        f"{what} is off by {off:.3g}: {got.ravel()[:6]} for {wanted.ravel()[:6]}"
+    )
 
 
 def distance(*variables: Any, of: Callable = lambda loss, weight: (loss, weight)) -> Callable:
@@ -158,7 +187,9 @@ def distance(*variables: Any, of: Callable = lambda loss, weight: (loss, weight)
     @tf.autograph.experimental.do_not_convert
     def loss_fn(micro_batch):
         leaves = [t for t in tf.nest.flatten(micro_batch) if t is not None]
-        leaves = [tf.cast(tf.strings.length(t) if t.dtype == tf.string else t, tf.float32) for t in leaves]
+        leaves = [
+            tf.cast(tf.strings.length(t) if t.dtype == tf.string else t, tf.float32) for t in leaves
+        ]
         s = tf.add_n([tf.reduce_sum(tf.sin(t)) for t in leaves])
         loss = tf.add_n([tf.reduce_sum((tf.cast(v, tf.float32) - s) ** 2) for v in variables])
         return of(loss, 1.0 + s * s)

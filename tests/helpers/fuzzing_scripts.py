@@ -1,7 +1,8 @@
-"""Whole training scripts, drawn at random: a model, its losses, data, optimizer and options, each as Python's source.
+"""Whole training scripts, drawn at random: a model, its losses, data, optimizer and options, each
+as Python's source.
 
-`draw` makes one; `ours` and `by_keras` run it, the latter on the full batch of each update; `compare` finds what
-differs.
+`draw` makes one; `ours` and `by_keras` run it, the latter on the full batch of each update;
+`compare` finds what differs.
 """
 
 import itertools
@@ -18,7 +19,13 @@ from fuzzing import Call
 
 import fastaccum as fa
 
-layers, losses, metrics, optimizers, ops = keras.layers, keras.losses, keras.metrics, keras.optimizers, keras.ops
+layers, losses, metrics, optimizers, ops = (
+    keras.layers,
+    keras.losses,
+    keras.metrics,
+    keras.optimizers,
+    keras.ops,
+)
 KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
 
 
@@ -40,14 +47,18 @@ def whole(*shape, seed=0, low=0, high=3):
 def weights_of(*shape, seed=0):
     """Sample weights, zeros among them."""
     rng = np.random.default_rng(seed)
-    return rng.choice([0.0, 0.5, 1.0, 3.0], size=shape, p=[0.25, 0.25, 0.25, 0.25]).astype("float32")
+    return rng.choice([0.0, 0.5, 1.0, 3.0], size=shape, p=[0.25, 0.25, 0.25, 0.25]).astype(
+        "float32"
+    )
 
 
 def padded(array, seed=0, value=0):
     """The sequences cut off at random lengths, of 1 at least, and filled up with `value`."""
     lengths = np.random.default_rng(seed).integers(1, array.shape[1] + 1, size=len(array))
     kept = np.arange(array.shape[1]) < lengths[:, None]
-    return np.where(kept.reshape(kept.shape + (1,) * (array.ndim - 2)), array, value).astype(array.dtype)
+    return np.where(kept.reshape(kept.shape + (1,) * (array.ndim - 2)), array, value).astype(
+        array.dtype
+    )
 
 
 def one_hot(labels, classes):
@@ -57,7 +68,9 @@ def one_hot(labels, classes):
 
 def some_replaced(labels, by, seed=0):
     """The labels, a third of them replaced."""
-    return np.where(np.random.default_rng(seed).random(labels.shape) < 0.3, by, labels).astype(labels.dtype)
+    return np.where(np.random.default_rng(seed).random(labels.shape) < 0.3, by, labels).astype(
+        labels.dtype
+    )
 
 
 def squares(y_true, y_pred):
@@ -102,7 +115,9 @@ class Scale(layers.Layer):
 
     def build(self, shape):
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", regularizer="l2")
-        self.shift = self.add_weight(shape=(shape[-1],), initializer="zeros", constraint="non_neg", name="shift")
+        self.shift = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", constraint="non_neg", name="shift"
+        )
 
     def call(self, x):
         return x * self.scale + self.shift
@@ -210,7 +225,8 @@ class _Pen:
     def __init__(self, rng: np.random.Generator):
         self.rng, self.lines, self.count = rng, list[str](), 0
         self.masked = False
-        self.by_batch = self.chance(0.1)  # layers that treat a batch as a whole: one micro-batch an update, none short
+        # layers that treat a batch as a whole: one micro-batch an update, none short
+        self.by_batch = self.chance(0.1)
         self.adds = self.of("AddsMean", "AddsSum", "AddsRows") if self.chance(0.12) else ""
         # `own_loss_reduction="sum"` is for sums alone, and an activity regulariser is a mean.
         self.penalised = 0.0 if self.adds == "AddsSum" else 0.12
@@ -238,7 +254,11 @@ class _Pen:
         found = [
             *(["kernel_regularizer='l2'"] if self.chance(0.15) else []),
             *(["bias_regularizer=keras.regularizers.L1(0.01)"] if self.chance(0.1) else []),
-            *(["activity_regularizer=keras.regularizers.L2(0.01)"] if self.chance(self.penalised) else []),
+            *(
+                ["activity_regularizer=keras.regularizers.L2(0.01)"]
+                if self.chance(self.penalised)
+                else []
+            ),
             *(["kernel_constraint=keras.constraints.MaxNorm(0.8)"] if self.chance(0.12) else []),
             *(["use_bias=False"] if self.chance(0.1) else []),
         ]
@@ -262,11 +282,19 @@ def _layer(pen: _Pen, h: str, shape: tuple, first: bool = False) -> tuple[str, t
         ("rms", "layers.RMSNormalization(epsilon=0.1)", shape),
     ]
     residual = [("residual", f"layers.Add()([{h}, layers.Dense({shape[-1]}, 'tanh')({h})])", shape)]
-    residual += [("gate", f"layers.Multiply()([{h}, layers.Dense({shape[-1]}, 'sigmoid')({h})])", shape)]
-    twice = f"(lambda shared: shared(shared({h})))(layers.Dense({shape[-1]}, 'tanh'{pen.dense_options()}))"
+    residual += [
+        ("gate", f"layers.Multiply()([{h}, layers.Dense({shape[-1]}, 'sigmoid')({h})])", shape)
+    ]
+    twice = (
+        f"(lambda shared: shared(shared({h})))(layers.Dense({shape[-1]}, "
+        f"'tanh'{pen.dense_options()}))"
+    )
     residual += [("shared", twice, shape)]
     if len(shape) == 1:
-        more = [("prelu", "layers.PReLU()", shape), ("unitnorm", "layers.UnitNormalization()", shape)]
+        more = [
+            ("prelu", "layers.PReLU()", shape),
+            ("unitnorm", "layers.UnitNormalization()", shape),
+        ]
     elif len(shape) == 2:
         recurrent = of("LSTM", "GRU", "SimpleRNN", "SimpleRNN")
         heads, sequences = int(pen.rng.integers(1, 3)), pen.chance(0.6)
@@ -275,7 +303,11 @@ def _layer(pen: _Pen, h: str, shape: tuple, first: bool = False) -> tuple[str, t
         causal = ", use_causal_mask=True" if pen.chance(0.4) else ""
         more = [
             ("rnn", f"layers.{recurrent}({units}, return_sequences={sequences})", out),
-            ("conv", f"layers.Conv1D({units}, 2, padding={of('same', 'causal')!r})", (shape[0], units)),
+            (
+                "conv",
+                f"layers.Conv1D({units}, 2, padding={of('same', 'causal')!r})",
+                (shape[0], units),
+            ),
             ("time", f"layers.TimeDistributed(layers.Dense({units}, 'tanh'))", (shape[0], units)),
             ("pool", "layers.GlobalAveragePooling1D()", (shape[1],)),
             ("flat", "layers.Flatten()", (shape[0] * shape[1],)),
@@ -288,12 +320,24 @@ def _layer(pen: _Pen, h: str, shape: tuple, first: bool = False) -> tuple[str, t
     else:
         height, width, channels = shape
         more = [
-            ("conv", f"layers.Conv2D({units}, 2, padding='same', activation='tanh')", (height, width, units)),
-            ("separable", f"layers.SeparableConv2D({units}, 2, padding='same')", (height, width, units)),
+            (
+                "conv",
+                f"layers.Conv2D({units}, 2, padding='same', activation='tanh')",
+                (height, width, units),
+            ),
+            (
+                "separable",
+                f"layers.SeparableConv2D({units}, 2, padding='same')",
+                (height, width, units),
+            ),
             ("depth", "layers.DepthwiseConv2D(2, padding='same')", shape),
             ("pool", "layers.GlobalAveragePooling2D()", (channels,)),
             ("flat", "layers.Flatten()", (height * width * channels,)),
-            ("max", "layers.MaxPooling2D(2, padding='same')", (math.ceil(height / 2), math.ceil(width / 2), channels)),
+            (
+                "max",
+                "layers.MaxPooling2D(2, padding='same')",
+                (math.ceil(height / 2), math.ceil(width / 2), channels),
+            ),
             ("up", f"layers.Conv2DTranspose({units}, 2, padding='same')", (height, width, units)),
         ]
         if channels % 2 == 0:
@@ -320,7 +364,9 @@ def _pooled(pen: _Pen, h: str, shape: tuple) -> tuple[str, tuple]:
 
 
 def _input(pen: _Pen, rows: int, name: str) -> tuple[str, str, tuple]:
-    """An input of the model: a line of data, the name of what the next layer takes, and its rows' shape."""
+    """An input of the model: a line of data, the name of what the next layer takes, and its rows'
+    shape.
+    """
     kind = pen.of("rows", "rows", "tokens", "tokens", "ids", "ids", "images")
     t, seed = int(pen.rng.integers(2, 6)), pen.seed()
     if kind == "rows":
@@ -351,8 +397,22 @@ def _input(pen: _Pen, rows: int, name: str) -> tuple[str, str, tuple]:
 
 REDUCTIONS = "'sum_over_batch_size'", "'sum_over_batch_size'", "'sum'", "'mean_with_sample_weight'"
 OF_NUMBERS = (
-    *("'mse'", "'mae'", "'huber'", "'log_cosh'", "row_squares", "squares", "row_total", "quantile(0.3)"),
-    *("losses.MeanSquaredError({r})", "losses.MeanAbsoluteError({r})", "losses.Huber(0.5, {r})", "losses.LogCosh({r})"),
+    *(
+        "'mse'",
+        "'mae'",
+        "'huber'",
+        "'log_cosh'",
+        "row_squares",
+        "squares",
+        "row_total",
+        "quantile(0.3)",
+    ),
+    *(
+        "losses.MeanSquaredError({r})",
+        "losses.MeanAbsoluteError({r})",
+        "losses.Huber(0.5, {r})",
+        "losses.LogCosh({r})",
+    ),
     *("losses.CosineSimilarity({r})", "OwnLoss(1.5, {r})", "keras.losses.mean_squared_error"),
 )
 OF_POSITIVE = (
@@ -361,19 +421,40 @@ OF_POSITIVE = (
 )
 METRICS_OF = {
     "numbers": (
-        *("'mae'", "metrics.RootMeanSquaredError()", "closeness", "metrics.MeanSquaredError()", "OwnMetric()"),
+        *(
+            "'mae'",
+            "metrics.RootMeanSquaredError()",
+            "closeness",
+            "metrics.MeanSquaredError()",
+            "OwnMetric()",
+        ),
         "metrics.CosineSimilarity()",
     ),
-    "positive": ("'mape'", "metrics.Poisson()", "metrics.MeanAbsoluteError()", "metrics.LogCoshError()"),
+    "positive": (
+        "'mape'",
+        "metrics.Poisson()",
+        "metrics.MeanAbsoluteError()",
+        "metrics.LogCoshError()",
+    ),
     "classes": (
-        *("'accuracy'", "metrics.SparseTopKCategoricalAccuracy(2)", "metrics.SparseCategoricalAccuracy()", "'acc'"),
+        *(
+            "'accuracy'",
+            "metrics.SparseTopKCategoricalAccuracy(2)",
+            "metrics.SparseCategoricalAccuracy()",
+            "'acc'",
+        ),
     ),
     "one_hot": (
         *("'accuracy'", "metrics.TopKCategoricalAccuracy(2)", "metrics.CategoricalAccuracy()"),
         "metrics.KLDivergence()",
     ),
     "binary": (
-        *("'accuracy'", "metrics.AUC(num_thresholds=20)", "metrics.Precision()", "metrics.Recall()"),
+        *(
+            "'accuracy'",
+            "metrics.AUC(num_thresholds=20)",
+            "metrics.Precision()",
+            "metrics.Recall()",
+        ),
         *("metrics.BinaryAccuracy()", "metrics.TruePositives()", "metrics.F1Score(threshold=0.5)"),
     ),
     "hinge": ("metrics.Hinge()", "metrics.SquaredHinge()", "'mae'"),
@@ -381,7 +462,9 @@ METRICS_OF = {
 
 
 class _Head(NamedTuple):
-    """An output: what it is called, its targets, loss and metrics as code, and the shape of a row's losses."""
+    """An output: what it is called, its targets, loss and metrics as code, and the shape of a row's
+    losses.
+    """
 
     name: str
     target: str
@@ -395,7 +478,10 @@ class _Head(NamedTuple):
 
 def _head(pen: _Pen, h: str, shape: tuple, rows: int, name: str) -> _Head:
     of, seed = pen.of, pen.seed()
-    kind, size = of("numbers", "numbers", "positive", "classes", "classes", "one_hot", "binary", "hinge"), of(1, 2, 3)
+    kind, size = (
+        of("numbers", "numbers", "positive", "classes", "classes", "one_hot", "binary", "hinge"),
+        of(1, 2, 3),
+    )
     reduction = of(*REDUCTIONS)
     r, per = f"reduction={reduction}", (rows, *shape[:-1])
     dims = ", ".join(map(str, per))
@@ -419,7 +505,11 @@ def _head(pen: _Pen, h: str, shape: tuple, rows: int, name: str) -> _Head:
             target = f"({target})[..., None]"
         loss = f"losses.SparseCategoricalCrossentropy(from_logits={logits}, {ignore}{{r}})"
         if not logits and ignored is None:
-            loss = of(loss, "'sparse_categorical_crossentropy'", "keras.losses.sparse_categorical_crossentropy")
+            loss = of(
+                loss,
+                "'sparse_categorical_crossentropy'",
+                "keras.losses.sparse_categorical_crossentropy",
+            )
     elif kind == "one_hot":
         size, logits = of(3, 4), pen.chance(0.5)
         activation = "None" if logits else "'softmax'"
@@ -429,7 +519,11 @@ def _head(pen: _Pen, h: str, shape: tuple, rows: int, name: str) -> _Head:
             f"losses.CategoricalCrossentropy(from_logits={logits}, label_smoothing=0.1, {{r}})",
             f"losses.CategoricalFocalCrossentropy(from_logits={logits}, {{r}})",
             "losses.CategoricalHinge({r})",
-            *([] if logits else ["'categorical_crossentropy'", "losses.KLDivergence({r})", "'kl_divergence'"]),
+            *(
+                []
+                if logits
+                else ["'categorical_crossentropy'", "losses.KLDivergence({r})", "'kl_divergence'"]
+            ),
         )
     elif kind == "binary":
         logits = pen.chance(0.4)
@@ -438,16 +532,24 @@ def _head(pen: _Pen, h: str, shape: tuple, rows: int, name: str) -> _Head:
         loss = of(
             f"losses.BinaryCrossentropy(from_logits={logits}, {{r}})",
             f"losses.BinaryCrossentropy(from_logits={logits}, label_smoothing=0.2, {{r}})",
-            f"losses.BinaryFocalCrossentropy(from_logits={logits}, apply_class_balancing=True, {{r}})",
+            f"losses.BinaryFocalCrossentropy(from_logits={logits}, apply_class_balancing=True, "
+            "{r})",
             *([] if logits else ["'binary_crossentropy'"]),
         )
     else:
         target = f"(2.0 * whole({dims}, {size}, seed={seed}, high=2) - 1).astype('float32')"
-        loss, activation = of("losses.Hinge({r})", "losses.SquaredHinge({r})", "'hinge'", "'squared_hinge'"), "'tanh'"
+        loss, activation = (
+            of("losses.Hinge({r})", "losses.SquaredHinge({r})", "'hinge'", "'squared_hinge'"),
+            "'tanh'",
+        )
     drawn = "{r}" in loss
     pen.line(f"layers.Dense({size}, {activation}{options}, name={name!r})({h})", name)
     of_elements = (*per, size) if loss == "squares" else (per[0],) if loss == "row_total" else per
-    weight_shape = of_elements if len(of_elements) == 1 or pen.chance(0.8) else (rows, *[1] * (len(of_elements) - 1))
+    weight_shape = (
+        of_elements
+        if len(of_elements) == 1 or pen.chance(0.8)
+        else (rows, *[1] * (len(of_elements) - 1))
+    )
     weights = f"weights_of({', '.join(map(str, weight_shape))}, seed={seed})"
     known = [each for each in METRICS_OF[kind] if len(shape) == 1 or "F1" not in each]
     plain = [of(*known) for _ in range(of(0, 1, 1, 2))]
@@ -486,7 +588,10 @@ def _optimizer(pen: _Pen) -> str:
         "Adagrad": (0.05, ""),
         "Adadelta": (1.0, ""),
         "RMSprop": (0.01, of("", "momentum=0.5", "centered=True")),
-        "Ftrl": (0.05, of("", "l1_regularization_strength=0.01, l2_regularization_strength=0.01", "beta=0.1")),
+        "Ftrl": (
+            0.05,
+            of("", "l1_regularization_strength=0.01, l2_regularization_strength=0.01", "beta=0.1"),
+        ),
         "Lion": (0.005, ""),
         "Lamb": (0.01, ""),
         "Adafactor": (0.02, of("", "relative_step=False")),
@@ -497,7 +602,9 @@ def _optimizer(pen: _Pen) -> str:
     value, own = kinds[name]
     parts = [rate(value) if name != "ScheduleFreeAdamW" else repr(value)]
     parts += [own] if own else []
-    parts += [of("clipnorm=0.3", "global_clipnorm=0.5", "clipvalue=0.05")] if pen.chance(0.2) else []
+    parts += (
+        [of("clipnorm=0.3", "global_clipnorm=0.5", "clipvalue=0.05")] if pen.chance(0.2) else []
+    )
     if "weight_decay" not in own and pen.chance(0.15):
         parts.append("weight_decay=0.05")
     if pen.chance(0.12) and name != "ScheduleFreeAdamW":
@@ -531,7 +638,13 @@ def draw(rng: np.random.Generator) -> Call:
         if len(heads) == 1:
             return values[0]
         if as_dict:
-            return "{" + ", ".join(f"{each.name!r}: {value}" for each, value in zip(heads, values, strict=True)) + "}"
+            return (
+                "{"
+                + ", ".join(
+                    f"{each.name!r}: {value}" for each, value in zip(heads, values, strict=True)
+                )
+                + "}"
+            )
         return f"[{', '.join(values)}]"
 
     outputs = by_output([each.name for each in heads])
@@ -545,7 +658,12 @@ def draw(rng: np.random.Generator) -> Call:
         wrapper = "Wrapped"
     elif not adds and chance(0.1):
         wrapper = "Penalised"
-        if len(heads) == 1 and heads[0].kind == "numbers" and chance(0.6) and "ctivity" not in pen.code:
+        if (
+            len(heads) == 1
+            and heads[0].kind == "numbers"
+            and chance(0.6)
+            and "ctivity" not in pen.code
+        ):
             wrapper = of("OwnMean", "OwnSum")
     if wrapper:
         pen.line(f"{wrapper}(model)", "model")
@@ -556,7 +674,10 @@ def draw(rng: np.random.Generator) -> Call:
     if len(heads) == 2 and chance(0.5):
         arguments["loss_weights"] = by_output(["0.3", "2.0"])
     arguments["optimizer"] = _optimizer(pen)
-    for name, of_heads in (("metrics", [e.metrics for e in heads]), ("weighted_metrics", [e.weighted for e in heads])):
+    for name, of_heads in (
+        ("metrics", [e.metrics for e in heads]),
+        ("weighted_metrics", [e.weighted for e in heads]),
+    ):
         if any(of_heads) and not wrapper.startswith(("Own", "Pen")):
             arguments[name] = by_output([f"[{', '.join(each)}]" for each in of_heads])
     if adds == "AddsSum" or wrapper == "OwnSum":
@@ -566,7 +687,8 @@ def draw(rng: np.random.Generator) -> Call:
     if chance(0.3):
         arguments["steps_per_execution"] = of("2", "3")
     arguments["gradient_accumulation_steps"] = str(accumulation)
-    arguments["jit_compile"] = str(chance(0.12) and not pen.by_batch)  # XLA draws other numbers for Dropout
+    # XLA draws other numbers for Dropout
+    arguments["jit_compile"] = str(chance(0.12) and not pen.by_batch)
     # The data and the arguments of fit.
     arguments["batch_size"], arguments["epochs"] = str(batch), of("1", "2", "2", "3")
     feed = arguments["feed"] = of("'arrays'", "'arrays'", "'dataset'", "'generator'", "'PyDataset'")
@@ -583,10 +705,15 @@ def draw(rng: np.random.Generator) -> Call:
     arguments["evaluate"] = str(chance(0.5))
     if chance(0.05) and not pen.by_batch and "Own" not in wrapper:
         arguments["policy"] = of("'mixed_float16'", "'mixed_bfloat16'")
-    steps, whole_steps = math.ceil(rows / (batch * accumulation)), math.ceil(rows / batch) % accumulation == 0
+    steps, whole_steps = (
+        math.ceil(rows / (batch * accumulation)),
+        math.ceil(rows / batch) % accumulation == 0,
+    )
     if feed == "'generator'" and not whole_steps:  # goes on from epoch to epoch, amid a step
         arguments["epochs"] = "1"
-    elif (feed == "'arrays'" or (feed == "'dataset'" and whole_steps)) and steps > 1 and chance(0.15):
+    elif (
+        (feed == "'arrays'" or (feed == "'dataset'" and whole_steps)) and steps > 1 and chance(0.15)
+    ):
         arguments["steps_per_epoch"] = str(int(rng.integers(1, steps + 1)))
     if chance(0.2):
         arguments["fits"] = "2"
@@ -598,7 +725,15 @@ def draw(rng: np.random.Generator) -> Call:
 # How a script runs.
 
 _OF_TRAINER = (
-    *("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics", "gradient_accumulation_steps", "clip_norm"),
+    *(
+        "optimizer",
+        "loss",
+        "loss_weights",
+        "metrics",
+        "weighted_metrics",
+        "gradient_accumulation_steps",
+        "clip_norm",
+    ),
     *("steps_per_execution", "own_loss_reduction", "jit_compile"),
 )
 
@@ -618,11 +753,15 @@ def made(call: Call, policy: str | None = None) -> dict[str, Any]:
     return given | {name: space[name] for name in ("model", "x", "y", "w")}
 
 
-def _fit(fit: Callable[..., Any], given: dict[str, Any], rows: int, **options: Any) -> dict[str, list[float]]:
+def _fit(
+    fit: Callable[..., Any], given: dict[str, Any], rows: int, **options: Any
+) -> dict[str, list[float]]:
     """Calls `fit`, as often as a script says, with batches of so many rows; the logs."""
     logs: dict[str, list[float]] = {}
     if "validate" in given:
-        options["validation_data"] = tuple(each for each in (given["x"], given["y"], given["w"]) if each is not None)
+        options["validation_data"] = tuple(
+            each for each in (given["x"], given["y"], given["w"]) if each is not None
+        )
     for _ in range(given.get("fits", 1)):
         history = fit(**_feed(given, rows), epochs=given["epochs"], verbose=0, **options).history
         logs = {name: logs.get(name, []) + values for name, values in history.items()}
@@ -635,29 +774,42 @@ def _feed(given: dict[str, Any], rows: int) -> dict[str, Any]:
     common = {name: given[name] for name in ("class_weight", "steps_per_epoch") if name in given}
     if given["feed"] == "arrays":
         return {"x": x, "y": y, "sample_weight": w, "batch_size": rows, "shuffle": False, **common}
-    nest = tuple(tuple(each) if isinstance(each, list) else each for each in (x, y, w) if each is not None)
+    nest = tuple(
+        tuple(each) if isinstance(each, list) else each for each in (x, y, w) if each is not None
+    )
     if given["feed"] == "dataset":
         data = tf.data.Dataset.from_tensor_slices(nest).batch(rows)
         return {"x": data.repeat() if "steps_per_epoch" in given else data, **common}
     total = len(tf.nest.flatten(x)[0])
-    parts = [tf.nest.map_structure(lambda a, i=i: a[i : i + rows], nest) for i in range(0, total, rows)]
+    parts = [
+        tf.nest.map_structure(lambda a, i=i: a[i : i + rows], nest) for i in range(0, total, rows)
+    ]
     if given["feed"] == "PyDataset":
         return {"x": Batches(parts), "shuffle": False}
     several = (
-        {"steps_per_epoch": math.ceil(len(parts) / given["gradient_accumulation_steps"])} if given["epochs"] > 1 else {}
+        {"steps_per_epoch": math.ceil(len(parts) / given["gradient_accumulation_steps"])}
+        if given["epochs"] > 1
+        else {}
     )
     return {"x": (each for _ in range(given["epochs"]) for each in parts), **several}
 
 
 def _empty_updates(call: Call, given: dict[str, Any]) -> list[bool]:
-    """Tells for each update of a pass if all its weight sums are 0, so that `fa.Trainer` changes nothing."""
-    total, rows = len(tf.nest.flatten(given["x"])[0]), given["batch_size"] * given["gradient_accumulation_steps"]
+    """Tells for each update of a pass if all its weight sums are 0, so that `fa.Trainer` changes
+    nothing.
+    """
+    total, rows = (
+        len(tf.nest.flatten(given["x"])[0]),
+        given["batch_size"] * given["gradient_accumulation_steps"],
+    )
     parts = [slice(i, i + rows) for i in range(0, total, rows)]
     if re.search("Adds|ctivity|Penalised|OwnMean|OwnSum", call.setup):  # losses of all rows
         return [False] * len(parts)
     targets, of_outputs = tf.nest.flatten(given["y"]), tf.nest.flatten(given["loss"])
     weights = [None] * len(targets) if given["w"] is None else tf.nest.flatten(given["w"])
-    masks = [getattr(each, "_keras_mask", None) for each in tf.nest.flatten(given["model"](given["x"]))]
+    masks = [
+        getattr(each, "_keras_mask", None) for each in tf.nest.flatten(given["model"](given["x"]))
+    ]
     counted = np.zeros(total, bool)
     for y, loss, weight, mask in zip(targets, of_outputs, weights, masks, strict=True):
         if "class_weight" in given:
@@ -689,7 +841,9 @@ class _EmptyUpdates(keras.callbacks.Callback):
         self.before = [np.array(v) for v in self.variables()] if self.is_empty else []
 
     def on_train_batch_end(self, batch, logs=None):
-        for variable, value in zip(self.variables() if self.is_empty else [], self.before, strict=True):
+        for variable, value in zip(
+            self.variables() if self.is_empty else [], self.before, strict=True
+        ):
             if self.undoes:
                 variable.assign(value)
             elif np.array(variable).tobytes() != value.tobytes():
@@ -697,13 +851,23 @@ class _EmptyUpdates(keras.callbacks.Callback):
 
 
 def _require_still(call: Call) -> None:
-    """Raises AssertionError if an empty update of `fa.Trainer` moves a weight, a slot or `iterations`."""
+    """Raises AssertionError if an empty update of `fa.Trainer` moves a weight, a slot or
+    `iterations`.
+    """
     given = made(call)
-    options = {name: given[name] for name in _OF_TRAINER if name in given} | {"steps_per_execution": 1}
+    options = {name: given[name] for name in _OF_TRAINER if name in given} | {
+        "steps_per_execution": 1
+    }
     trainer = fa.Trainer(given["model"], **options)
     variables = lambda: [*trainer.model.weights, *trainer.optimizer.variables]  # noqa: E731
     still = _EmptyUpdates(_empty_updates(call, given), variables, undoes=False)
-    _fit(trainer.fit, given, given["batch_size"], callbacks=[still], validation_batch_size=given["batch_size"])
+    _fit(
+        trainer.fit,
+        given,
+        given["batch_size"],
+        callbacks=[still],
+        validation_batch_size=given["batch_size"],
+    )
 
 
 class _ByElement(keras.losses.Loss):
@@ -751,7 +915,9 @@ class _Steps(keras.callbacks.Callback):
             mean.reset_state()
 
     def on_train_batch_end(self, batch, logs=None):
-        self.epochs[-1].append({mean.name: float(mean.result()) for mean in self.means()} | {"rows": next(self.sizes)})
+        self.epochs[-1].append(
+            {mean.name: float(mean.result()) for mean in self.means()} | {"rows": next(self.sizes)}
+        )
 
     def means(self):
         return [self.model._loss_tracker, *getattr(self.model._compile_loss, "metrics", [])]
@@ -765,19 +931,35 @@ def ours(call: Call) -> Trained:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = fa.Trainer(model, **{name: given[name] for name in _OF_TRAINER if name in given})
-        history = _fit(trainer.fit, given, given["batch_size"], validation_batch_size=given["batch_size"])
-        data = {"x": given["x"], "y": given["y"], "sample_weight": given["w"], "batch_size": given["batch_size"]}
-        evaluated = trainer.evaluate(**data, verbose=0, return_dict=True) if given["evaluate"] else {}
-    said = [str(each.message) for each in caught if each.filename == __file__ or "Trainer" in str(each.message)]
+        history = _fit(
+            trainer.fit, given, given["batch_size"], validation_batch_size=given["batch_size"]
+        )
+        data = {
+            "x": given["x"],
+            "y": given["y"],
+            "sample_weight": given["w"],
+            "batch_size": given["batch_size"],
+        }
+        evaluated = (
+            trainer.evaluate(**data, verbose=0, return_dict=True) if given["evaluate"] else {}
+        )
+    said = [
+        str(each.message)
+        for each in caught
+        if each.filename == __file__ or "Trainer" in str(each.message)
+    ]
     return Trained(before, model.get_weights(), history, model, evaluated, said, [])
 
 
-def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy: str | None = None) -> Trained:
+def by_keras(
+    call: Call, result: Trained | None = None, disturb: int = 0, policy: str | None = None
+) -> Trained:
     """The script by Keras's own `fit`, with all rows of an update in one batch.
 
-    Keras differs in three things, which are made alike: an update without a valid element is undone; a mask of tokens
-    holds for losses of elements, which Keras refuses; losses that layers add in half precision, which Keras cannot sum,
-    are cast to float32.
+    Keras differs in three things, which are made alike: an update without a valid element is
+        undone; a mask of tokens
+    holds for losses of elements, which Keras refuses; losses that layers add in half precision,
+    which Keras cannot sum, are cast to float32.
 
     Args:
         result: of `ours`, whose weights are evaluated.
@@ -789,30 +971,51 @@ def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy
     before = model.get_weights()
     if disturb:
         rng = np.random.default_rng(disturb)
-        model.set_weights([w * (1 + 2e-7 * rng.normal(size=w.shape)) + 1e-8 * rng.normal(size=w.shape) for w in before])
+        model.set_weights(
+            [
+                w * (1 + 2e-7 * rng.normal(size=w.shape)) + 1e-8 * rng.normal(size=w.shape)
+                for w in before
+            ]
+        )
     if "clip_norm" in given:
         optimizer.global_clipnorm = given["clip_norm"]
     apply = optimizer.apply
 
     def apply_dense(grads, trainable_variables):
-        """With a table's gradient summed by id; and a loop's with the static shape that Muon asks for."""
+        """With a table's gradient summed by id; and a loop's with the static shape that Muon asks
+        for.
+        """
         pairs = zip(grads, trainable_variables, strict=True)
-        dense = [None if g is None else tf.ensure_shape(tf.convert_to_tensor(g), v.shape) for g, v in pairs]
+        dense = [
+            None if g is None else tf.ensure_shape(tf.convert_to_tensor(g), v.shape)
+            for g, v in pairs
+        ]
         return apply(dense, trainable_variables)
 
     optimizer.apply = apply_dense
-    compiled = {name: given[name] for name in ("loss", "loss_weights", "metrics", "weighted_metrics") if name in given}
+    compiled = {
+        name: given[name]
+        for name in ("loss", "loss_weights", "metrics", "weighted_metrics")
+        if name in given
+    }
     if "loss" in compiled:
-        compiled["loss"] = tf.nest.map_structure(lambda f: _ByElement(f) if f is squares else f, compiled["loss"])
+        compiled["loss"] = tf.nest.map_structure(
+            lambda f: _ByElement(f) if f is squares else f, compiled["loss"]
+        )
     model._aggregate_additional_loss = lambda loss: ops.sum(ops.cast(loss, "float32"))
-    eager = type(optimizer).__name__ == "ScheduleFreeAdamW"  # Keras's graph takes constants for what it assigns
+    # Keras's graph takes constants for what it assigns
+    eager = type(optimizer).__name__ == "ScheduleFreeAdamW"
     scales = (policy or given.get("policy")) == "mixed_float16"
-    # XLA's `in_top_k` gives a label that is no class the score 0; TensorFlow's own never finds it at the top.
+    # XLA's `in_top_k` gives a label that is no class the score 0; TensorFlow's own never finds it
+    # at the top.
     of_xla = given["jit_compile"] and "ignore_class=-1" in call.code and "SparseTopK" in call.code
-    model.compile(optimizer, **compiled, run_eagerly=eager, jit_compile=of_xla, auto_scale_loss=scales)
+    model.compile(
+        optimizer, **compiled, run_eagerly=eager, jit_compile=of_xla, auto_scale_loss=scales
+    )
     rows = given["batch_size"] * given["gradient_accumulation_steps"]
     if given["feed"] == "generator":
-        # Where a generator ends, Keras's step begins once more, and does what needs no batch: it counts, and decays.
+        # Where a generator ends, Keras's step begins once more, and does what needs no batch: it
+        # counts, and decays.
         given["feed"] = "PyDataset"
     total = len(tf.nest.flatten(given["x"])[0])
     steps = _Steps([min(rows, total - i) for i in range(0, total, rows)])
@@ -820,7 +1023,9 @@ def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy
         model.optimizer.build(model.trainable_variables)
         # Averages that no update has begun would else replace the weights.
         end = model.optimizer.finalize_variable_values
-        model.optimizer.finalize_variable_values = lambda v: end(v) if int(model.optimizer.iterations) else None
+        model.optimizer.finalize_variable_values = lambda v: (
+            end(v) if int(model.optimizer.iterations) else None
+        )
     undone = _EmptyUpdates(empty, lambda: [*model.weights, *model.optimizer.variables], undoes=True)
     history = _fit(model.fit, given, rows, callbacks=[undone, steps], validation_batch_size=total)
     after, evaluated = model.get_weights(), {}
@@ -832,7 +1037,9 @@ def by_keras(call: Call, result: Trained | None = None, disturb: int = 0, policy
 
 
 def compare(call: Call, result: Trained) -> list[str]:
-    """Raises AssertionError where `ours` came to something else than Keras; returns the differences that are meant."""
+    """Raises AssertionError where `ours` came to something else than Keras; returns the differences
+    that are meant.
+    """
     explained = []
     if any(_empty_updates(call, made(call))):
         _require_still(call)
@@ -844,33 +1051,45 @@ def compare(call: Call, result: Trained) -> list[str]:
     if wrong:  # rounding, magnified?
         disturbed = [by_keras(call, disturb=seed).after for seed in (1, 2)]
         pairs = zip(theirs.after, *disturbed, strict=True)
-        spread = [max(np.abs(d - wanted).max(initial=0) for d in others) for wanted, *others in pairs]
+        spread = [
+            max(np.abs(d - wanted).max(initial=0) for d in others) for wanted, *others in pairs
+        ]
         wrong = _apart(result, theirs, spread)
         explained += ["rounding"] * (not wrong)
     fitted, expected, evaluated = result.history, theirs.history, result.evaluated
     if "output_0_loss" in fitted and "output_0_loss" not in expected:
-        # A subclass does not name its outputs: Keras calls their losses by the losses' names, their metrics by theirs.
+        # A subclass does not name its outputs: Keras calls their losses by the losses' names, their
+        # metrics by theirs.
         names = _names_of_keras(theirs.model)
         fitted, evaluated = _renamed(fitted, names), _renamed(evaluated, names)
         explained.append("names of outputs without a name")
     problems = wrong + _values_apart("evaluate", evaluated, theirs.evaluated)
-    # Keras's mean of an output's loss takes steps alike where the batch's size is not static, that of the sum does not.
+    # Keras's mean of an output's loss takes steps alike where the batch's size is not static, that
+    # of the sum does not.
     of_losses = set(theirs.steps[0][0]) - {"rows"}
-    problems += _values_apart("fit", fitted, {k: v for k, v in expected.items() if k not in of_losses})
+    problems += _values_apart(
+        "fit", fitted, {k: v for k, v in expected.items() if k not in of_losses}
+    )
     for name in sorted(of_losses):
         for epoch, steps in enumerate(theirs.steps):
             values, rows = ([step[key] for step in steps] for key in (name, "rows"))
             got, mean = fitted.get(name, [np.nan] * 9)[epoch], np.average(values, weights=rows)
             if np.isclose(got, mean, 2e-3, 2e-5):
                 continue
-            problems.append(f"fit's {name} is {got} in epoch {epoch}, not {mean}, of {values} for {rows}")
+            problems.append(
+                f"fit's {name} is {got} in epoch {epoch}, not {mean}, of {values} for {rows}"
+            )
     if problems:
-        raise AssertionError("; ".join(problems) + (f" WARNED {result.warned}" if result.warned else ""))
+        raise AssertionError(
+            "; ".join(problems) + (f" WARNED {result.warned}" if result.warned else "")
+        )
     return [*dict.fromkeys(explained)]
 
 
 def _compare_rounded(call: Call, result: Trained) -> list[str]:
-    """The same of a script in half precision: as far from Keras in float32 as Keras is in half precision."""
+    """The same of a script in half precision: as far from Keras in float32 as Keras is in half
+    precision.
+    """
     exact, rounded = by_keras(call, policy="float32"), by_keras(call)
     ours, theirs, moved = (
         np.sqrt(sum(np.square(a - b).sum() for a, b in zip(each, exact.after, strict=True)))
@@ -879,13 +1098,16 @@ def _compare_rounded(call: Call, result: Trained) -> list[str]:
     # Keras's own may have left out its first steps, where its loss scale was too high.
     if not ours <= max(0.03 * moved, 2 * min(theirs, 0.15 * moved)):
         raise AssertionError(
-            f"The weights are off by {ours:.2g} of {moved:.2g} that they moved; Keras's by {theirs:.2g}"
+            f"The weights are off by {ours:.2g} of {moved:.2g} that they moved; Keras's by "
+            f"{theirs:.2g}"
         )
     return ["half precision"]
 
 
 def _names_of_keras(model: Any) -> dict[str, str]:
-    """Keras's names of the losses and metrics of outputs that have no name, by what they would be with `output_0`."""
+    """Keras's names of the losses and metrics of outputs that have no name, by what they would be
+    with `output_0`.
+    """
     losses = [mean.name for mean in model._compile_loss.metrics]
     known = {f"output_{i}_loss": name for i, name in enumerate(losses)}
     if (compiled := model._compile_metrics) is not None:
@@ -900,20 +1122,29 @@ def _names_of_keras(model: Any) -> dict[str, str]:
 
 def _renamed(logs: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     val = "val_"
-    named = lambda name: val * name.startswith(val) + names.get(name.removeprefix(val), name.removeprefix(val))  # noqa: E731
+
+    def named(name: str) -> str:
+        own = name.removeprefix(val)
+        return val * name.startswith(val) + names.get(own, own)
+
     return {named(name): value for name, value in logs.items()}
 
 
 def _apart(result: Trained, theirs: Trained, spread: list[float]) -> list[str]:
     found = []
-    for i, (got, wanted, start) in enumerate(zip(result.after, theirs.after, theirs.before, strict=True)):
+    for i, (got, wanted, start) in enumerate(
+        zip(result.after, theirs.after, theirs.before, strict=True)
+    ):
         if not np.size(wanted) or np.array_equal(got, wanted, equal_nan=True):
             continue
         moved, error = np.abs(wanted - start).max(), np.abs(got - wanted).max()
         allowed = 2e-4 * moved + 1e-6 * np.abs(wanted).max() + 30 * spread[i]
         if not error <= allowed:
             path = theirs.model.weights[i].path
-            found.append(f"{path} is off by {error:.2g} of {moved:.2g} that it moved (rounding {spread[i]:.1g})")
+            found.append(
+                f"{path} is off by {error:.2g} of {moved:.2g} that it moved (rounding "
+                f"{spread[i]:.1g})"
+            )
     return found
 
 
@@ -926,7 +1157,9 @@ def _values_apart(what: str, got: Any, wanted: Any) -> list[str]:
 
 
 def script(rng: np.random.Generator) -> tuple:
-    """What `fuzzing.fuzz` takes: a call, what runs it, what must not move, and what checks the result."""
+    """What `fuzzing.fuzz` takes: a call, what runs it, what must not move, and what checks the
+    result.
+    """
     call = draw(rng)
 
     def run():
@@ -937,6 +1170,8 @@ def script(rng: np.random.Generator) -> tuple:
                 by_keras(call)
             except Exception:  # it cannot be trained
                 raise error from None
-            raise AssertionError(f"a valid script is refused: {type(error).__name__}: {error}") from error
+            raise AssertionError(
+                f"a valid script is refused: {type(error).__name__}: {error}"
+            ) from error
 
     return call, run, lambda: 0, lambda result: compare(call, result)

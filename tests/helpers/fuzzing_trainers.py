@@ -1,4 +1,6 @@
-"""Trainers of several small models, what may be passed to them, and Keras's own step as the oracle of a `fit`."""
+"""Trainers of several small models, what may be passed to them, and Keras's own step as the oracle
+of a `fit`.
+"""
 
 import functools
 import importlib
@@ -29,7 +31,12 @@ def _classes():
 
 
 def _ids():
-    stack = [keras.Input((3,), dtype="int32"), layers.Embedding(7, 2), layers.Flatten(), layers.Dense(CLASSES)]
+    stack = [
+        keras.Input((3,), dtype="int32"),
+        layers.Embedding(7, 2),
+        layers.Flatten(),
+        layers.Dense(CLASSES),
+    ]
     return keras.Sequential(stack), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -177,7 +184,9 @@ def nothing_as_none(nest):
 
 def plain(nest):
     """A nest of arrays as Keras's own step takes it."""
-    return tf.nest.map_structure(lambda a: np.asarray(a.numpy() if hasattr(a, "numpy") else a), nest)
+    return tf.nest.map_structure(
+        lambda a: np.asarray(a.numpy() if hasattr(a, "numpy") else a), nest
+    )
 
 
 def arrays_of(x, y, sample_weight, class_weight):
@@ -185,7 +194,9 @@ def arrays_of(x, y, sample_weight, class_weight):
     if class_weight is not None:
         labels = np.asarray(y).reshape(len(np.asarray(y)), -1)[:, 0].astype(int)
         factors = np.array([class_weight.get(int(label), 1.0) for label in labels], "float32")
-        sample_weight = factors if sample_weight is None else np.asarray(sample_weight).reshape(-1) * factors
+        sample_weight = (
+            factors if sample_weight is None else np.asarray(sample_weight).reshape(-1) * factors
+        )
     return [each if each is None else plain(each) for each in (x, y, sample_weight)]
 
 
@@ -196,7 +207,9 @@ def rows_of(batch):
 
 def cut(batch, start, stop):
     """Rows of a batch."""
-    return tuple(tf.nest.map_structure(lambda a: a[start:stop], each) for each in batch if each is not None)
+    return tuple(
+        tf.nest.map_structure(lambda a: a[start:stop], each) for each in batch if each is not None
+    )
 
 
 def steps_of(batch, size, accumulation):

@@ -1,8 +1,9 @@
 """The train step compiled for an H200, on any machine: no GPU, driver or CUDA toolkit is needed.
 
-XLA compiles for a device that is only described, with the compiler that JAX's CUDA plugin ships (`pip install
-"fastaccum[h200]"`). What it shows is a proxy, to be read again on hardware: that compiler's version of XLA is not
-TensorFlow's, and with no device it cannot time its candidates for a matmul, so it takes one by rule.
+XLA compiles for a device that is only described, with the compiler that JAX's CUDA plugin ships
+(`pip install "fastaccum[h200]"`). What it shows is a proxy, to be read again on hardware: that
+compiler's version of XLA is not TensorFlow's, and with no device it cannot time its candidates for
+a matmul, so it takes one by rule.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ from fastaccum.kernels import cudnn_attention, devices, layer_loop, xla_ops
 from fastaccum.memory import device
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
-# stream_executor.GpuTargetConfigProto, what XLA knows of a device; the figures are those of OpenXLA's own description,
-# xla/backends/gpu/target_config/specs/h200.txtpb.
+# stream_executor.GpuTargetConfigProto, what XLA knows of a device; the figures are those of
+# OpenXLA's own description, xla/backends/gpu/target_config/specs/h200.txtpb.
 H200 = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H200 141GB HBM3e"
@@ -99,21 +100,27 @@ def compile_for_h200(exported, **flags):
 
 
 def cost_analysis(optimized):
-    """What XLA counts in an optimized module, each loop's body once: "flops", "bytes accessed"; no library calls."""
+    """What XLA counts in an optimized module, each loop's body once: "flops", "bytes accessed"; no
+    library calls.
+    """
     from jaxlib import _jax, xla_client
 
-    return _jax.hlo_module_cost_analysis(xla_client.make_cpu_client(), xla_client.hlo.hlo_module_from_text(optimized))
+    return _jax.hlo_module_cost_analysis(
+        xla_client.make_cpu_client(), xla_client.hlo.hlo_module_from_text(optimized)
+    )
 
 
 @contextlib.contextmanager
 def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
     """Lets `has_gpu()` say so: what is traced inside is what a GPU would get.
 
-    Args:
-        cudnn: what the trial of cuDNN's attention answers, which no description can run; None lets it run here.
-        compute_capability: of that GPU; an H200's by default.
+    Args: cudnn: what the trial of cuDNN's attention answers, which no description can run; None
+        lets it run here. compute_capability: of that GPU; an H200's by default.
     """
-    asked, details = (devices.has_gpu, devices.compute_capability), {"compute_capability": compute_capability}
+    asked, details = (
+        (devices.has_gpu, devices.compute_capability),
+        {"compute_capability": compute_capability},
+    )
     memory = int(re.search(r"device_memory_size: (\d+)", H200)[1])
     with contextlib.ExitStack() as stack:
         for each in asked:
@@ -133,13 +140,17 @@ def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
         stack.enter_context(mock.patch.object(cudnn_attention, "_device", lambda: "/device:GPU:0"))
         if cudnn is not None:
             reason = None if cudnn else "the description says so"
-            stack.enter_context(mock.patch.object(cudnn_attention, "_tried", lambda call, device: reason))
+            stack.enter_context(
+                mock.patch.object(cudnn_attention, "_tried", lambda call, device: reason)
+            )
         yield
 
 
 @contextlib.contextmanager
 def weightless():
-    """Keras variables made inside are zeros that share one buffer, of which nobody takes memory: it is not written."""
+    """Keras variables made inside are zeros that share one buffer, of which nobody takes memory: it
+    is not written.
+    """
     buffer, init = tf.zeros([0]), keras.Variable.__init__
 
     def zeros(shape, dtype):
@@ -159,16 +170,21 @@ def weightless():
 def _unwritten_zeros(size):
     """Zeros, float32 [size], in memory that the system hands out when it is written."""
     zeros = np.zeros(size + 16, "float32")
-    aligned = -zeros.ctypes.data % 64 // zeros.itemsize  # as TensorFlow takes memory without copying
+    # as TensorFlow takes memory without copying
+    aligned = -zeros.ctypes.data % 64 // zeros.itemsize
     return tf.experimental.dlpack.from_dlpack(zeros[aligned : aligned + size].__dlpack__())
 
 
 @functools.cache
 def _compiler():
-    """The compile-only client and its one device; skips the test where the plugin is not installed."""
+    """The compile-only client and its one device; skips the test where the plugin is not
+    installed.
+    """
     plugin = _plugin()
     if plugin is None:
-        pytest.skip('compiling for a GPU takes the compiler in JAX\'s CUDA plugin: pip install "fastaccum[h200]"')
+        pytest.skip(
+            'compiling for a GPU takes the compiler in JAX\'s CUDA plugin: pip install "fastaccum[h200]"'
+        )
     from jaxlib import _jax, xla_client
 
     api = xla_client.load_pjrt_plugin_dynamically("cuda compiler", str(plugin))
@@ -179,7 +195,9 @@ def _compiler():
 
 
 def _plugin():
-    """The plugin's library. Its Python package is not imported, since it would want a driver and JAX itself."""
+    """The plugin's library. Its Python package is not imported, since it would want a driver and
+    JAX itself.
+    """
     if all(importlib.util.find_spec(name) for name in ("jaxlib", "jax_plugins")):
         package = importlib.util.find_spec("jax_plugins.xla_cuda12")
         return package and Path(package.origin).with_name("xla_cuda_plugin.so")
@@ -205,7 +223,9 @@ def parse(exported):
 
 
 def _drop_copies(operation):
-    """TensorFlow marks some values with `mhlo.copy`, the one operation that is no StableHLO: XLA copies as it needs."""
+    """TensorFlow marks some values with `mhlo.copy`, the one operation that is no StableHLO: XLA
+    copies as it needs.
+    """
     for region in operation.regions:
         for block in region:
             for inner in list(block.operations):

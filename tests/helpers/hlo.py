@@ -1,4 +1,5 @@
-"""Optimized HLO as a graph of values: how often each is computed, in which kernel, and where gradients are summed.
+"""Optimized HLO as a graph of values: how often each is computed, in which kernel, and where
+gradients are summed.
 
 Fusions are opened: what stands in one is a value like any other, and its `kernel` names the fusion.
 """
@@ -14,8 +15,18 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _TRIP_COUNT = re.compile(r'known_trip_count":\{"n":"(\d+)"\}')
-# What hands a value on without summing or selecting: in another layout, dtype or shape, or one layer of it.
-_CARRIES = ("bitcast", "copy", "convert", "dynamic-slice", "get-tuple-element", "reshape", "slice", "transpose")
+# What hands a value on without summing or selecting: in another layout, dtype or shape, or one
+# layer of it.
+_CARRIES = (
+    "bitcast",
+    "copy",
+    "convert",
+    "dynamic-slice",
+    "get-tuple-element",
+    "reshape",
+    "slice",
+    "transpose",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +74,10 @@ class Instruction:
 class Value:
     """What an instruction yields where it is called.
 
-    Attributes:
-        instruction: the line that computes it.
-        inputs: the values it is computed from.
-        kernel: the fusion it is part of, or its own name.
-        times: how often it is computed each time the program runs: the product of the trip counts around it.
-        users: the values computed from it.
+    Attributes: instruction: the line that computes it. inputs: the values it is computed from.
+        kernel: the fusion it is part of, or its own name. times: how often it is computed each time
+        the program runs: the product of the trip counts around it. users: the values computed from
+        it.
     """
 
     instruction: Instruction
@@ -94,11 +103,10 @@ class Value:
 class WeightGradient:
     """A matmul that yields the gradient of a kernel.
 
-    Attributes:
-        shape: the kernel's, smaller size first.
-        operands: dtype of the matrices multiplied.
-        dtype: the narrowest float on the way from the product (or its partial sums) to the accumulator.
-        added: where the accumulator is added: in the matmul's "epilogue", in the "reduction" of its partial sums,
+    Attributes: shape: the kernel's, smaller size first. operands: dtype of the matrices multiplied.
+        dtype: the narrowest float on the way from the product (or its partial sums) to the
+        accumulator. added: where the accumulator is added: in the matmul's "epilogue", in the
+        "reduction" of its partial sums,
             "apart" in a kernel of its own, or None, nowhere.
         times: how often it is computed each time the program runs.
     """
@@ -144,7 +152,12 @@ class Program:
                 result = self._open(instruction.called("to_apply"), given, kernel, times)
             else:
                 if opcode == "while":
-                    self._open(instruction.called("body"), None, None, times * (instruction.trip_count or 1))
+                    self._open(
+                        instruction.called("body"),
+                        None,
+                        None,
+                        times * (instruction.trip_count or 1),
+                    )
                 result = Value(instruction, _flat(given), inside, times)
                 self.values.append(result)
             yielded[instruction.name] = result
@@ -157,7 +170,11 @@ class Program:
     @property
     def unknown_trip_counts(self):
         """How many loops run a number of times that XLA does not know."""
-        return sum(i.opcode == "while" and i.trip_count is None for lines in self._computations.values() for i in lines)
+        return sum(
+            i.opcode == "while" and i.trip_count is None
+            for lines in self._computations.values()
+            for i in lines
+        )
 
     def copies_in_loops(self, shapes):
         """float32 copies of something of one of these shapes, inside a loop."""
@@ -172,10 +189,11 @@ class Program:
         ]
 
     def weight_gradients(self, kernels):
-        """The matmuls, split over their inner dimension or not, whose product has the shape of one of the kernels.
+        """The matmuls, split over their inner dimension or not, whose product has the shape of one
+        of the kernels.
 
-        Args:
-            kernels: shapes, [in, out]. No other product of the program may have one of them, so the number of
+        Args: kernels: shapes, [in, out]. No other product of the program may have one of them, so
+            the number of
                 tokens must differ from all widths.
         """
         kernels = {_size_ordered(kernel) for kernel in kernels}
@@ -189,7 +207,9 @@ class Program:
 
 
 def parse(text):
-    """The computations of an HLO module by name, each a list of instructions, and the name of its entry."""
+    """The computations of an HLO module by name, each a list of instructions, and the name of its
+    entry.
+    """
     computations, entry, lines = {}, None, None
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -198,17 +218,23 @@ def parse(text):
         elif found := _INSTRUCTION.match(line):
             root, name, type_, opcode, rest = found.groups()
             arguments, _, attributes = rest.partition(")")
-            lines.append(Instruction(name, _types(type_), opcode, arguments, attributes, bool(root)))
+            lines.append(
+                Instruction(name, _types(type_), opcode, arguments, attributes, bool(root))
+            )
     return computations, entry
 
 
 def _types(text):
     found = _ARRAY.findall(text) or [(text, "")]
-    return tuple((dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in found)
+    return tuple(
+        (dtype, tuple(int(size) for size in shape.split(",") if size)) for dtype, shape in found
+    )
 
 
 def _flat(given):
-    return [value for each in given for value in (_flat(each) if isinstance(each, list) else [each])]
+    return [
+        value for each in given for value in (_flat(each) if isinstance(each, list) else [each])
+    ]
 
 
 def _size_ordered(shape):
@@ -219,20 +245,35 @@ def _size_ordered(shape):
 def _weight_gradient(product, shape, split):
     if re.search(r'"beta":1\b', product.instruction.attributes):
         # The library call adds its third operand, whose buffer it writes to.
-        in_place = re.search(r"output_to_operand_aliasing=\{.*?: \(2, ", product.instruction.attributes)
-        path, added = [product], "epilogue" if in_place and _is_carried(product.inputs[2]) else "apart"
+        in_place = re.search(
+            r"output_to_operand_aliasing=\{.*?: \(2, ", product.instruction.attributes
+        )
+        path, added = (
+            [product],
+            "epilogue" if in_place and _is_carried(product.inputs[2]) else "apart",
+        )
     else:
         path, added = _way_to_the_accumulator(product, math.prod(shape)), None
         if path[-1].opcode == "add":
             reduced_in = [value.kernel for value in path if value.opcode == "reduce"]
             in_epilogue = not split and path[-1].kernel == product.kernel
-            added = "epilogue" if in_epilogue else "reduction" if path[-1].kernel in reduced_in else "apart"
-    narrowest = min((value.dtype for value in path), key=lambda dtype: int(re.sub(r"\D", "", dtype)))
+            added = (
+                "epilogue"
+                if in_epilogue
+                else "reduction"
+                if path[-1].kernel in reduced_in
+                else "apart"
+            )
+    narrowest = min(
+        (value.dtype for value in path), key=lambda dtype: int(re.sub(r"\D", "", dtype))
+    )
     return WeightGradient(shape, product.inputs[0].dtype, narrowest, added, product.times)
 
 
 def _way_to_the_accumulator(product, size):
-    """From the product to the float32 add of what the loop carries; the product alone where there is none."""
+    """From the product to the float32 add of what the loop carries; the product alone where there
+    is none.
+    """
     paths, seen = collections.deque([[product]]), {product}
     while paths:
         path = paths.popleft()
@@ -251,6 +292,7 @@ def _way_to_the_accumulator(product, size):
 
 def _is_carried(value):
     """Whether a value is what it was when the loop's body began."""
-    while value.opcode in (*_CARRIES, "dynamic-update-slice"):  # another layer's part of it may be new
+    # another layer's part of it may be new
+    while value.opcode in (*_CARRIES, "dynamic-update-slice"):
         value = value.inputs[0]
     return value.opcode == "parameter"

@@ -1,6 +1,8 @@
-"""What each new model costs for good: `python many_models.py keras|ours MODELS` prints bytes a model, as its last line.
+"""What each new model costs for good: `python many_models.py keras|ours MODELS` prints bytes a
+model, as its last line.
 
-Each is made, fitted for a few steps and dropped. The first 30 of 100, which warm up what is kept once, do not count.
+Each is made, fitted for a few steps and dropped. The first 30 of 100, which warm up what is kept
+once, do not count.
 """
 
 import sys
@@ -20,12 +22,16 @@ Y = X.sum(1, keepdims=True)
 
 
 def fit(kind):
-    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((16,)), keras.layers.Dense(32, "relu"), keras.layers.Dense(1)]
+    )
     if kind == "keras":
         model.compile("adamw", "mse", jit_compile=True)
         model.fit(X, Y, batch_size=32, verbose=0)
     else:
-        fa.Trainer(model, "adamw", "mse", gradient_accumulation_steps=4).fit(X, Y, batch_size=8, verbose=0)
+        fa.Trainer(model, "adamw", "mse", gradient_accumulation_steps=4).fit(
+            X, Y, batch_size=8, verbose=0
+        )
 
 
 def main(kind, models):

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-_COLUMNS = {"float32": "error", "mixed_float16": "float16", "mixed_bfloat16": "bfloat16", "fused": "fused"}
+_COLUMNS = {
+    "float32": "error",
+    "mixed_float16": "float16",
+    "mixed_bfloat16": "bfloat16",
+    "fused": "fused",
+}
 _PACKAGES = (
     *("tensorflow", "keras", "tf_keras", "tensorflow-addons"),
     *("keras-hub", "keras-rs", "transformers", "tensorflow-probability"),
@@ -64,17 +69,23 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
         elif result:
             own = f" ({result['own_error']:.1e})" if "own_error" in result else ""
             cells[_COLUMNS[about["policy"]]] = f"{result['error']:.1e}{own}"
-            cells.update({k: result[k] for k in ("seconds", "parameters", "by_train_step") if k in result})
+            cells.update(
+                {k: result[k] for k in ("seconds", "parameters", "by_train_step") if k in result}
+            )
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
     refused = sum("refused" in cells for cells in rows.values())
     failed = sum(cells["failed"] for cells in rows.values())
-    by_hand = sum(cells.get("by_train_step", False) and not cells["failed"] for cells in rows.values())
+    by_hand = sum(
+        cells.get("by_train_step", False) and not cells["failed"] for cells in rows.values()
+    )
     summary = (
-        f"Of {len(rows)} rows, {len(rows) - refused - failed - by_hand} work as written, {by_hand} work by TrainStep, "
-        f"{refused} are refused, and {failed} fail."
+        f"Of {len(rows)} rows, {len(rows) - refused - failed - by_hand} work as written, "
+        f"{by_hand} work by TrainStep, {refused} are refused, and {failed} fail."
     )
     versions = f"{versions}; {platform.machine()} CPU."
-    lines = [_HEAD.format(summary=summary, largest=_largest(rows), fused=_fused(rows), versions=versions)]
+    lines = [
+        _HEAD.format(summary=summary, largest=_largest(rows), fused=_fused(rows), versions=versions)
+    ]
     for family in dict.fromkeys(family for family, _ in rows):
         lines += [
             f"## {family}",
@@ -94,19 +105,29 @@ def _reason(remat: str) -> str:
 
 
 def _largest(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
-    trained = [(cells["parameters"], cells["seconds"], name) for (_, name), cells in rows.items() if "seconds" in cells]
+    trained = [
+        (cells["parameters"], cells["seconds"], name)
+        for (_, name), cells in rows.items()
+        if "seconds" in cells
+    ]
     if not trained:
         return ""
     parameters, seconds, name = max(trained)
     return (
-        f"The largest, {name}, has {parameters:,} weights. Its trainer and first step took {seconds:.0f} s, on two CPU "
-        "cores beside another test."
+        f"The largest, {name}, has {parameters:,} weights. Its trainer and first step took "
+        f"{seconds:.0f} s, on two CPU cores beside another test."
     )
 
 
 def _fused(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
-    errors = [(float(cells["fused"]), name) for (_, name), cells in rows.items() if "fused" in cells]
-    return f"The largest of {len(errors)} is {max(errors)[0]:.1e}, of {max(errors)[1]}." if errors else ""
+    errors = [
+        (float(cells["fused"]), name) for (_, name), cells in rows.items() if "fused" in cells
+    ]
+    return (
+        f"The largest of {len(errors)} is {max(errors)[0]:.1e}, of {max(errors)[1]}."
+        if errors
+        else ""
+    )
 
 
 def _line(name: str, cells: dict[str, Any]) -> str:
@@ -115,5 +136,7 @@ def _line(name: str, cells: dict[str, Any]) -> str:
     note = cells["note"]
     if "refused" in cells:
         note = f"{note} “{' '.join(cells['refused'].split())}”".strip()
-    errors = (cells.get(column, "") for column in ("error", "float16", "bfloat16", "remat", "fused"))
+    errors = (
+        cells.get(column, "") for column in ("error", "float16", "bfloat16", "remat", "fused")
+    )
     return "| " + " | ".join([name, verdict, *errors, note.replace("|", "\\|")]) + " |"

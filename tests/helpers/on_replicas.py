@@ -1,4 +1,5 @@
-"""Checks that need several logical devices, hence a process of their own: `python on_replicas.py COUNT [NAME ...]`.
+"""Checks that need several logical devices, hence a process of their own: `python on_replicas.py
+COUNT [NAME ...]`.
 
 Prints, as its last line, {name: traceback or null} as JSON. `test_replicas.py` runs it.
 """
@@ -39,7 +40,11 @@ def strategy():
 def dense(seed=1, **options):
     keras.utils.set_random_seed(seed)
     return keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3, **options)]
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dense(3, **options),
+        ]
     )
 
 
@@ -59,9 +64,13 @@ def values(trainer):
     """Every variable that a step may change, one list of NumPy arrays a replica."""
     replicas = trainer._replicas
     variables = [v.value for v in (*trainer.model.variables, *trainer.optimizer.variables)]
-    components = [[v.numpy() for v in replicas.strategy.experimental_local_results(each)] for each in variables]
+    components = [
+        [v.numpy() for v in replicas.strategy.experimental_local_results(each)]
+        for each in variables
+    ]
     assert all(len(each) == COUNT for each in components)
-    own = trainer.loss_scale.variables, [trainer._step.running.skipped]  # of no strategy: copied before each step
+    # of no strategy: copied before each step
+    own = trainer.loss_scale.variables, [trainer._step.running.skipped]
     for variable in (v for each in own for v in each):
         copies = replicas._copies[id(variable.handle)][1]
         components.append([variable.numpy(), *(copy.numpy() for copy in copies)])
@@ -81,18 +90,31 @@ def assert_close(ours, theirs, tolerance=3e-6):
 
 
 def compare(make, fit, trainer_options, predict_on):
-    """Trains on one device, without XLA, and on several; histories, evaluations, predictions and weights must agree."""
+    """Trains on one device, without XLA, and on several; histories, evaluations, predictions and
+    weights must agree.
+    """
     seen = []
     for model, own in ((make(), {"jit_compile": False}), (replicated(make), {})):
         trainer = fa.Trainer(model, **{**trainer_options(), **own})
         keras.utils.set_random_seed(3)
         history, evaluated = fit(trainer)
-        seen.append((history, evaluated, trainer.predict(predict_on, verbose=0, batch_size=5), model.get_weights()))
+        seen.append(
+            (
+                history,
+                evaluated,
+                trainer.predict(predict_on, verbose=0, batch_size=5),
+                model.get_weights(),
+            )
+        )
     assert_same_on_all(trainer)
-    (history, evaluated, predicted, weights), (history_n, evaluated_n, predicted_n, weights_n) = seen
+    (history, evaluated, predicted, weights), (history_n, evaluated_n, predicted_n, weights_n) = (
+        seen
+    )
     assert history.keys() == history_n.keys()
     for name in history:
-        np.testing.assert_allclose(history_n[name], history[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            history_n[name], history[name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
     assert_close(evaluated_n, evaluated, 1e-5)
     assert_close([predicted_n], [predicted], 1e-5)
     assert_close(weights_n, weights)
@@ -127,7 +149,10 @@ def check_a_trainer_is_let_go():
         model = replicated(dense)
         trainer = replicated(lambda: fa.Trainer(model, "adamw", "mse", jit_compile=False))
         trainer.fit(X, Y, batch_size=8, verbose=0)
-        return [weakref.ref(each) for each in (trainer, trainer._step, model, *(v.value for v in model.variables))]
+        return [
+            weakref.ref(each)
+            for each in (trainer, trainer._step, model, *(v.value for v in model.variables))
+        ]
 
     train()
     gc.collect()
@@ -135,7 +160,9 @@ def check_a_trainer_is_let_go():
     references = train()
     gc.collect()
     assert not [reference() for reference in references if reference() is not None]
-    assert not [each for each in gc.get_objects() if isinstance(each, tf.Graph) and id(each) not in before]
+    assert not [
+        each for each in gc.get_objects() if isinstance(each, tf.Graph) and id(each) not in before
+    ]
 
 
 def check_a_metric_made_under_the_scope_goes_on_without_it():
@@ -147,12 +174,16 @@ def check_a_metric_made_under_the_scope_goes_on_without_it():
 
 
 def check_tokens_weights_tails_and_clipping():
-    """An embedding (sparse gradients) with token masks, sample weights, ragged tails, clip_norm, Adam, shuffling and
-    steps_per_execution; evaluate and predict; labels out of range on one replica."""
+    """An embedding (sparse gradients) with token masks, sample weights, ragged tails, clip_norm,
+    Adam, shuffling and steps_per_execution; evaluate and predict; labels out of range on one
+    replica.
+    """
     x, y = RNG.integers(0, 11, size=(23, 5)), RNG.integers(0, 4, size=(23, 5))
 
     def fit(trainer):
-        history = trainer.fit(x, y, sample_weight=WEIGHTS, batch_size=5, epochs=2, verbose=0).history
+        history = trainer.fit(
+            x, y, sample_weight=WEIGHTS, batch_size=5, epochs=2, verbose=0
+        ).history
         return history, trainer.evaluate(x, y, sample_weight=WEIGHTS, batch_size=5, verbose=0)
 
     def options():
@@ -181,7 +212,9 @@ def check_tokens_weights_tails_and_clipping():
 
 
 def check_losses_that_compute_with_the_number_of_rows():
-    """That number is the update's, and in an evaluation the batch's, however many replicas share the rows."""
+    """That number is the update's, and in an evaluation the batch's, however many replicas share
+    the rows.
+    """
 
     class ByRows(keras.losses.Loss):
         def call(self, y, y_pred):
@@ -195,13 +228,20 @@ def check_losses_that_compute_with_the_number_of_rows():
 
         def options(reduction=reduction):
             loss = ByRows(reduction=reduction)
-            return {"optimizer": "sgd", "loss": loss, "gradient_accumulation_steps": 2, "jit_compile": False}
+            return {
+                "optimizer": "sgd",
+                "loss": loss,
+                "gradient_accumulation_steps": 2,
+                "jit_compile": False,
+            }
 
         compare(dense, fit, options, X)
 
 
 def check_logs_that_a_model_makes():
-    """By `get_metrics_result` and `reset_metrics` of its own; and what callbacks read of it in mid-epoch."""
+    """By `get_metrics_result` and `reset_metrics` of its own; and what callbacks read of it in
+    mid-epoch.
+    """
 
     class Own(keras.Sequential):
         epochs = 0
@@ -221,19 +261,32 @@ def check_logs_that_a_model_makes():
             def on_train_batch_end(self, batch, logs=None):
                 results = self.model.get_metrics_result()
                 read.append([float(results[name]) for name in ("loss", "mae", "perplexity")])
-                assert_close(read[-1], [float(logs[name]) for name in ("loss", "mae", "perplexity")], 1e-5)
+                assert_close(
+                    read[-1], [float(logs[name]) for name in ("loss", "mae", "perplexity")], 1e-5
+                )
 
-        history = trainer.fit(X, Y, batch_size=5, epochs=2, shuffle=False, verbose=0, callbacks=[Read()]).history
+        history = trainer.fit(
+            X, Y, batch_size=5, epochs=2, shuffle=False, verbose=0, callbacks=[Read()]
+        ).history
         assert trainer.model.epochs == 2
         return history, [*read, trainer.evaluate(X, Y, batch_size=5, verbose=0)]
 
-    options = {"optimizer": "sgd", "loss": "mse", "metrics": ["mae"], "gradient_accumulation_steps": 2}
+    options = {
+        "optimizer": "sgd",
+        "loss": "mse",
+        "metrics": ["mae"],
+        "gradient_accumulation_steps": 2,
+    }
     trainer = compare(lambda: Own(dense().layers), fit, lambda: options, X)
-    assert {"loss", "mae", "perplexity"} <= trainer.evaluate(X, Y, return_dict=True, verbose=0).keys()
+    assert {"loss", "mae", "perplexity"} <= trainer.evaluate(
+        X, Y, return_dict=True, verbose=0
+    ).keys()
 
 
 def check_losses_that_are_one_number_for_a_batch():
-    """A mean and a sum with sample weights, which scale the batch, and a pair of sums, with a short last update."""
+    """A mean and a sum with sample weights, which scale the batch, and a pair of sums, with a short
+    last update.
+    """
 
     def mean(y, p):
         return tf.reduce_mean(tf.square(y - p))
@@ -249,11 +302,18 @@ def check_losses_that_are_one_number_for_a_batch():
         return keras.losses.MeanSquaredError()(y, p) + keras.losses.MeanAbsoluteError()(y, p)
 
     x, y = X[:20], Y[:20]
-    for loss, weights in ((mean, WEIGHTS[:20]), (summed, WEIGHTS[:20]), (of_keras, None), (pair, None)):
+    for loss, weights in (
+        (mean, WEIGHTS[:20]),
+        (summed, WEIGHTS[:20]),
+        (of_keras, None),
+        (pair, None),
+    ):
         compare(
             dense,
             lambda trainer, weights=weights: (
-                trainer.fit(x, y, sample_weight=weights, batch_size=4, shuffle=False, verbose=0).history,
+                trainer.fit(
+                    x, y, sample_weight=weights, batch_size=4, shuffle=False, verbose=0
+                ).history,
                 [trainer.evaluate(x, y, sample_weight=weights, batch_size=4, verbose=0)],
             ),
             lambda loss=loss: {"optimizer": "sgd", "loss": loss, "gradient_accumulation_steps": 2},
@@ -262,7 +322,9 @@ def check_losses_that_are_one_number_for_a_batch():
 
 
 def check_variables_as_loss_weights():
-    """A weight that a callback anneals has its value on every replica, made inside the scope or outside of it."""
+    """A weight that a callback anneals has its value on every replica, made inside the scope or
+    outside of it.
+    """
 
     class Anneal(keras.callbacks.Callback):
         def __init__(self, weight):
@@ -278,14 +340,24 @@ def check_variables_as_loss_weights():
         return keras.Model(x, [keras.layers.Dense(3)(x), keras.layers.Dense(3)(x)])
 
     def trained(model, weight, rows):
-        options = {"loss_weights": [1.0, weight], "gradient_accumulation_steps": 2, "jit_compile": False}
+        options = {
+            "loss_weights": [1.0, weight],
+            "gradient_accumulation_steps": 2,
+            "jit_compile": False,
+        }
         trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), ["mse", "mae"], **options)
         data = X[:16], [Y[:16], Y[:16]]
-        trainer.fit(*data, batch_size=rows, epochs=2, shuffle=False, verbose=0, callbacks=[Anneal(weight)])
+        trainer.fit(
+            *data, batch_size=rows, epochs=2, shuffle=False, verbose=0, callbacks=[Anneal(weight)]
+        )
         return model.get_weights()
 
     expected = trained(two_outputs(), keras.Variable(0.0), 4)
-    weights = [keras.Variable(0.0), replicated(lambda: keras.Variable(0.0)), replicated(lambda: tf.Variable(0.0))]
+    weights = [
+        keras.Variable(0.0),
+        replicated(lambda: keras.Variable(0.0)),
+        replicated(lambda: tf.Variable(0.0)),
+    ]
     for weight in weights:
         assert_close(trained(replicated(two_outputs), weight, 4), expected)
     try:
@@ -303,8 +375,12 @@ def check_layers_that_compute_with_the_number_of_rows_are_told_of():
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fa.Trainer(replicated(make), "sgd", "mse", jit_compile=False).fit(X[:20], Y[:20], batch_size=4, verbose=0)
-    assert any("computes with the number of rows in its batch" in str(each.message) for each in caught)
+        fa.Trainer(replicated(make), "sgd", "mse", jit_compile=False).fit(
+            X[:20], Y[:20], batch_size=4, verbose=0
+        )
+    assert any(
+        "computes with the number of rows in its batch" in str(each.message) for each in caught
+    )
 
 
 def check_several_outputs():
@@ -314,12 +390,17 @@ def check_several_outputs():
         keras.utils.set_random_seed(1)
         inputs = keras.Input((6,))
         hidden = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2")(inputs)
-        return keras.Model(inputs, [keras.layers.Dense(3, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)])
+        return keras.Model(
+            inputs,
+            [keras.layers.Dense(3, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)],
+        )
 
     y = [Y, Y[:, :1]]
 
     def fit(trainer):
-        history = trainer.fit(X, y, sample_weight=[WEIGHTS, WEIGHTS[::-1]], batch_size=5, epochs=2, verbose=0).history
+        history = trainer.fit(
+            X, y, sample_weight=[WEIGHTS, WEIGHTS[::-1]], batch_size=5, epochs=2, verbose=0
+        ).history
         return history, trainer.evaluate(X, y, batch_size=5, verbose=0)
 
     def options():
@@ -338,7 +419,9 @@ def check_several_outputs():
         keras.utils.set_random_seed(3)
         seen.append((*fit(trainer), model.get_weights()))
     for name in seen[0][0]:
-        np.testing.assert_allclose(seen[1][0][name], seen[0][0][name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            seen[1][0][name], seen[0][0][name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
     assert_close(seen[1][1], seen[0][1], 1e-5)
     assert_close(seen[1][2], seen[0][2])
     assert_same_on_all(trainer)
@@ -373,11 +456,18 @@ def check_a_loss_and_a_metric_of_its_own():
 
     def fit(trainer):
         given = {"sample_weight": WEIGHTS[:20], "batch_size": 4, "verbose": 0}
-        return trainer.fit(X[:20], Y[:20], epochs=2, **given).history, trainer.evaluate(X[:20], Y[:20], **given)
+        return trainer.fit(X[:20], Y[:20], epochs=2, **given).history, trainer.evaluate(
+            X[:20], Y[:20], **given
+        )
 
     def options():
         loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
-        return {"optimizer": "sgd", "loss": loss, "gradient_accumulation_steps": 2, "jit_compile": False}
+        return {
+            "optimizer": "sgd",
+            "loss": loss,
+            "gradient_accumulation_steps": 2,
+            "jit_compile": False,
+        }
 
     compare(make, fit, options, X)
     metrics = type("Metrics", (Own,), {"compute_metrics": lambda self, *arrays: {}})
@@ -396,28 +486,40 @@ def check_a_loss_and_a_layer_that_call_python():
 
     def make():
         model = dense()
-        model.add(keras.layers.Lambda(lambda x: through_python(lambda t: tf.tanh(t) * 2.0, x, like=x)))
+        model.add(
+            keras.layers.Lambda(lambda x: through_python(lambda t: tf.tanh(t) * 2.0, x, like=x))
+        )
         return model
 
     def loss(y_true, y_pred):
-        return through_python(lambda a, b: tf.reduce_mean((a - b) ** 2, -1), y_true, y_pred, like=y_pred[:, 0])
+        return through_python(
+            lambda a, b: tf.reduce_mean((a - b) ** 2, -1), y_true, y_pred, like=y_pred[:, 0]
+        )
 
     def fit(trainer):
         history = trainer.fit(X, Y, batch_size=5, epochs=3, shuffle=False, verbose=0).history
         return history, [trainer.evaluate(X, Y, batch_size=5, verbose=0)]
 
-    compare(make, fit, lambda: {"optimizer": "adam", "loss": loss, "gradient_accumulation_steps": 2}, X)
+    compare(
+        make, fit, lambda: {"optimizer": "adam", "loss": loss, "gradient_accumulation_steps": 2}, X
+    )
 
 
 def check_several_strategies():
-    """By turns, on the same devices and on fewer, though TensorFlow numbers their collectives alike."""
+    """By turns, on the same devices and on fewer, though TensorFlow numbers their collectives
+    alike.
+    """
     trainers, expected = [], None
     for devices, width in ((COUNT, 8), (COUNT, 5), (1, 8), (COUNT, 8)):
         own = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)])
         keras.utils.set_random_seed(1)
         with own.scope():
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(width), keras.layers.Dense(3)])
-        trainers.append(fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2, jit_compile=False))
+            model = keras.Sequential(
+                [keras.Input((6,)), keras.layers.Dense(width), keras.layers.Dense(3)]
+            )
+        trainers.append(
+            fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2, jit_compile=False)
+        )
         trainers[-1].fit(X, Y, batch_size=5, shuffle=False, verbose=0)
     for trainer in trainers:
         trainer.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
@@ -428,7 +530,9 @@ def check_several_strategies():
 
 
 def check_labels_out_of_range_op_by_op():
-    """Of one replica, without XLA: no replica counts an update, in any order in which they come to it."""
+    """Of one replica, without XLA: no replica counts an update, in any order in which they come to
+    it.
+    """
     labels = np.arange(20) % 3
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     for row in (0, 9, 19):
@@ -444,7 +548,10 @@ def check_labels_out_of_range_op_by_op():
             except ValueError as error:
                 assert "7" in str(error)
             iterations = trainer.optimizer.iterations.value
-            counts = [int(v.numpy()) for v in trainer._replicas.strategy.experimental_local_results(iterations)]
+            counts = [
+                int(v.numpy())
+                for v in trainer._replicas.strategy.experimental_local_results(iterations)
+            ]
             assert counts == [0] * COUNT, counts
         assert all(map(np.array_equal, model.get_weights(), before))
         trainer.train_step((X[:20].reshape(2, 10, 6), labels.reshape(2, 10)))
@@ -474,7 +581,10 @@ def check_overflow():
         assert not result.grads_finite and float(result.loss_scale) == 2.0**8
         for now, then in zip(model.get_weights(), before, strict=True):
             np.testing.assert_array_equal(now, then)
-        scales = [float(trainer.train_step((rows(X, at), rows(Y, at))).loss_scale) for at in (10, 5, 12, 3)]
+        scales = [
+            float(trainer.train_step((rows(X, at), rows(Y, at))).loss_scale)
+            for at in (10, 5, 12, 3)
+        ]
         seen.append((scales, model.get_weights()))
     assert seen[0][0] == seen[1][0] == [2.0**8, 2.0**9, 2.0**9, 2.0**10]
     assert_close(seen[1][1], seen[0][1], 2e-3)  # float16 activations
@@ -487,7 +597,11 @@ def check_batch_norm():
 
     def make():
         keras.utils.set_random_seed(1)
-        layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(momentum=0.7), keras.layers.Dense(3)]
+        layers = [
+            keras.layers.Dense(4),
+            keras.layers.BatchNormalization(momentum=0.7),
+            keras.layers.Dense(3),
+        ]
         return keras.Sequential([keras.Input((6,)), *layers])
 
     share, micro_batches = 2, 2
@@ -495,8 +609,12 @@ def check_batch_norm():
     stack = (a[:rows].reshape(micro_batches, COUNT, share, -1) for a in (X[:rows], Y[:rows]))
     x, y = stack
     model = replicated(make)
-    trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=micro_batches)
-    trainer.train_step((x.reshape(micro_batches, COUNT * share, -1), y.reshape(micro_batches, COUNT * share, -1)))
+    trainer = fa.Trainer(
+        model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=micro_batches
+    )
+    trainer.train_step(
+        (x.reshape(micro_batches, COUNT * share, -1), y.reshape(micro_batches, COUNT * share, -1))
+    )
 
     # The same rows on one device, a share at a time: the same sum of gradients.
     one = make()
@@ -504,7 +622,9 @@ def check_batch_norm():
     fa.Trainer(one, keras.optimizers.SGD(0.1), "mse", **options).train_step(
         (x.reshape(-1, share, x.shape[-1]), y.reshape(-1, share, y.shape[-1]))
     )
-    assert_close([v.numpy() for v in model.trainable_variables], [v.numpy() for v in one.trainable_variables])
+    assert_close(
+        [v.numpy() for v in model.trainable_variables], [v.numpy() for v in one.trainable_variables]
+    )
 
     # Each replica's own statistics, one model a replica.
     moving = []
@@ -535,20 +655,32 @@ def check_one_all_reduce_a_step():
     """The traced program of a step holds one collective a replica, at 1 and at 16 micro-batches."""
     counts = {}
     for micro_batches in (1, 16):
-        trainer = fa.Trainer(replicated(dense), "adam", "mse", ["mae"], gradient_accumulation_steps=micro_batches)
+        trainer = fa.Trainer(
+            replicated(dense), "adam", "mse", ["mae"], gradient_accumulation_steps=micro_batches
+        )
         shape = (micro_batches, 2 * COUNT)
         stack = np.zeros((*shape, 6), "float32"), np.zeros((*shape, 3), "float32")
         trainer.train_step(stack)
         _, batch = trainer._step_inputs.prepare(stack)
-        graph = trainer._step._executor.function.get_concrete_function([None] * COUNT, batch).graph.as_graph_def()
+        graph = trainer._step._executor.function.get_concrete_function(
+            [None] * COUNT, batch
+        ).graph.as_graph_def()
         nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-        counts[micro_batches] = sum("Reduce" in n.op and ("Collective" in n.op or "Nccl" in n.op) for n in nodes)
-        # None in the compiled programs, and none that adds what comes from several devices without a collective.
+        counts[micro_batches] = sum(
+            "Reduce" in n.op and ("Collective" in n.op or "Nccl" in n.op) for n in nodes
+        )
+        # None in the compiled programs, and none that adds what comes from several devices without
+        # a collective.
         compiled = {n.attr["f"].func.name for n in nodes if n.attr["_XlaMustCompile"].b}
         assert len(compiled) == 2, compiled
         outside = [
             *graph.node,
-            *(n for f in graph.library.function if "collective_on_all" in f.signature.name for n in f.node_def),
+            *(
+                n
+                for f in graph.library.function
+                if "collective_on_all" in f.signature.name
+                for n in f.node_def
+            ),
         ]
         assert not [n.name for n in outside if n.op == "AddN"]
         assert len(outside) > len(graph.node)
@@ -557,28 +689,43 @@ def check_one_all_reduce_a_step():
 
 def check_sums_of_several_dtypes_lose_no_digit():
     """In one collective: those of float64 numbers beside float32's."""
-    parts = [tf.constant(0.5), tf.constant(1 / 3, tf.float64), None, tf.constant([2**24 + 1.0], tf.float64)]
-    for single, third, nothing, whole in replicas.replicas_for(Model(replicated(dense))).all_reduce([parts] * COUNT):
+    parts = [
+        tf.constant(0.5),
+        tf.constant(1 / 3, tf.float64),
+        None,
+        tf.constant([2**24 + 1.0], tf.float64),
+    ]
+    for single, third, nothing, whole in replicas.replicas_for(Model(replicated(dense))).all_reduce(
+        [parts] * COUNT
+    ):
         assert (single.dtype, third.dtype, nothing) == (tf.float32, tf.float64, None)
-        assert (float(single), float(third)) == (0.5 * COUNT, COUNT / 3) and float(whole[0]) == (2**24 + 1) * COUNT
+        assert (float(single), float(third)) == (0.5 * COUNT, COUNT / 3) and float(whole[0]) == (
+            2**24 + 1
+        ) * COUNT
 
 
 def check_mean_of_replica_means_is_another_result():
-    """With 5 rows on several replicas, means of means would weigh rows differently; the step does not."""
+    """With 5 rows on several replicas, means of means would weigh rows differently; the step does
+    not.
+    """
     x, y = X[:5], Y[:5]
     before = dense().get_weights()
 
     def moved(indices):
         model = dense()
         sgd = keras.optimizers.SGD(1.0)
-        fa.Trainer(model, sgd, "mse", jit_compile=False).train_step((x[None, indices], y[None, indices]))
+        fa.Trainer(model, sgd, "mse", jit_compile=False).train_step(
+            (x[None, indices], y[None, indices])
+        )
         return [now - then for now, then in zip(model.get_weights(), before, strict=True)]
 
     size = -(-5 // COUNT)
     shards = [np.arange(5)[i : i + size] for i in range(0, 5, size)]
     means = [np.mean(each, axis=0) for each in zip(*map(moved, shards), strict=True)]
     model = replicated(dense)
-    fa.Trainer(model, keras.optimizers.SGD(1.0), "mse", jit_compile=False).train_step((x[None], y[None]))
+    fa.Trainer(model, keras.optimizers.SGD(1.0), "mse", jit_compile=False).train_step(
+        (x[None], y[None])
+    )
     ours = [now - then for now, then in zip(model.get_weights(), before, strict=True)]
     assert_close(ours, moved(np.arange(5)))
     assert max(np.abs(a - b).max() for a, b in zip(ours, means, strict=True)) > 1e-3
@@ -596,7 +743,8 @@ def check_masks_differ_and_seeds_do_not():
     trainer = fa.Trainer(model, keras.optimizers.SGD(1.0), lambda y_true, y_pred: y_pred[:, 0])
     ones = np.ones((1, COUNT, 64), "float32")
     trainer.train_step((ones, ones[..., 0]))
-    kept = np.round((1.0 - model.get_weights()[0].ravel()) * COUNT / 2)  # on how many replicas each feature was
+    # on how many replicas each feature was
+    kept = np.round((1.0 - model.get_weights()[0].ravel()) * COUNT / 2)
     assert set(kept) <= set(range(COUNT + 1))
     assert np.mean((kept > 0) & (kept < COUNT)) > 0.2, kept
     assert_same_on_all(trainer)
@@ -638,7 +786,9 @@ def check_resumed():
 
 def check_not_finite():
     """One replica's bad row: the step is refused on all, and the error names the row."""
-    trainer = fa.Trainer(replicated(with_statistics), "adam", "mse", on_nonfinite="raise", jit_compile=False)
+    trainer = fa.Trainer(
+        replicated(with_statistics), "adam", "mse", on_nonfinite="raise", jit_compile=False
+    )
     stack = X[:20].reshape(2, 10, 6).copy(), Y[:20].reshape(2, 10, 3)
     trainer.train_step(stack)
     before = values(trainer)[0][: len(trainer.model.variables)]
@@ -646,11 +796,15 @@ def check_not_finite():
     try:
         trainer.train_step(stack)
     except fa.NonFiniteError as error:
-        assert "micro-batch 1 of the step's 2" in str(error) and "x holds NaN in its rows 9" in str(error), error
+        assert "micro-batch 1 of the step's 2" in str(error) and "x holds NaN in its rows 9" in str(
+            error
+        ), error
     else:
         raise AssertionError("nothing was raised")
     assert_same_on_all(trainer)
-    for variable, old, new in zip(trainer.model.variables, before, values(trainer)[0], strict=False):
+    for variable, old, new in zip(
+        trainer.model.variables, before, values(trainer)[0], strict=False
+    ):
         np.testing.assert_array_equal(old, new, variable.path)
 
 
@@ -673,7 +827,9 @@ def check_datasets():
         with scope():
             trainer = fa.Trainer(
                 dense(),
-                keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), use_ema=True),
+                keras.optimizers.Adam(
+                    keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), use_ema=True
+                ),
                 "mse",
                 [keras.metrics.RootMeanSquaredError(), "mae"],
                 loss_scale=fa.DynamicLossScale(init_scale=4.0, growth_interval=2),
@@ -683,13 +839,17 @@ def check_datasets():
             history = trainer.fit(dataset(), epochs=2, verbose=0, validation_data=dataset()).history
         seen.append((history, trainer.model.get_weights()))
     for name in seen[0][0]:
-        np.testing.assert_allclose(seen[1][0][name], seen[0][0][name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            seen[1][0][name], seen[0][0][name], rtol=1e-5, atol=1e-6, err_msg=name
+        )
     assert_close(seen[1][1], seen[0][1])
     assert_same_on_all(trainer)
 
 
 def check_lengths_that_differ():
-    """Texts that are padded per batch, which the replicas' shares are padded alike of; refused without a mask."""
+    """Texts that are padded per batch, which the replicas' shares are padded alike of; refused
+    without a mask.
+    """
     lengths, random = [7, 3, 5, 9, 4], np.random.default_rng(0)
     ids = [random.integers(1, 11, (4, length)) for length in lengths]
 
@@ -705,7 +865,12 @@ def check_lengths_that_differ():
         keras.utils.set_random_seed(1)
         x = keras.Input((None,), dtype="int64")
         h = keras.layers.Embedding(11, 4, mask_zero=mask_zero)(x)
-        return keras.Model(x, keras.layers.Dense(3)(keras.layers.LSTM(4, return_sequences=True, go_backwards=flip)(h)))
+        return keras.Model(
+            x,
+            keras.layers.Dense(3)(
+                keras.layers.LSTM(4, return_sequences=True, go_backwards=flip)(h)
+            ),
+        )
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -716,7 +881,12 @@ def check_lengths_that_differ():
         return history, trainer.evaluate(dataset(), verbose=0)
 
     def options():
-        return {"optimizer": "sgd", "loss": loss, "metrics": ["accuracy"], "gradient_accumulation_steps": 2}
+        return {
+            "optimizer": "sgd",
+            "loss": loss,
+            "metrics": ["accuracy"],
+            "gradient_accumulation_steps": 2,
+        }
 
     compare(tagger, fit, options, ids[0])
     trainer = fa.Trainer(replicated(lambda: tagger(mask_zero=False, flip=True)), **options())
@@ -751,7 +921,13 @@ def check_settings_changed_on_resume():
                 adam = keras.optimizers.AdamW(rate, weight_decay=decay)
                 trainer = fa.Trainer(make(dense), adam, "mse", jit_compile=False, **options)
                 named = {"learning_rate", "weight_decay"}
-                fitted = {"batch_size": 8, "shuffle": False, "verbose": 0, "checkpoint_dir": folder, "resume": named}
+                fitted = {
+                    "batch_size": 8,
+                    "shuffle": False,
+                    "verbose": 0,
+                    "checkpoint_dir": folder,
+                    "resume": named,
+                }
                 trainer.fit(X[:16], Y[:16], epochs=epochs, **fitted)
         return trainer
 
@@ -762,14 +938,18 @@ def check_settings_changed_on_resume():
 
 
 def check_lora_enabled_outside_the_scope():
-    """Its matrices, which no strategy knows when the Trainer is made, are trained on all replicas."""
+    """Its matrices, which no strategy knows when the Trainer is made, are trained on all
+    replicas.
+    """
     for shared in (False, True):
         seen = []
         for model, options in ((dense(), {}), (replicated(dense), {"shard_optimizer": shared})):
             keras.utils.set_random_seed(2)
             for layer in model.layers:
                 layer.enable_lora(2)
-            trainer = fa.Trainer(model, keras.optimizers.Adam(0.01), "mse", jit_compile=False, **options)
+            trainer = fa.Trainer(
+                model, keras.optimizers.Adam(0.01), "mse", jit_compile=False, **options
+            )
             trainer.fit(X[:16], Y[:16], batch_size=4, shuffle=False, verbose=0)
             seen.append(model.get_weights())
         assert_close(seen[1], seen[0])
@@ -785,7 +965,9 @@ def check_a_kernel_that_the_forward_pass_assigns():
 
     model, alone = replicated(make), make()
     for each, jit_compile in ((model, True), (alone, False)):
-        trainer = fa.Trainer(each, "sgd", "mse", gradient_accumulation_steps=2, jit_compile=jit_compile)
+        trainer = fa.Trainer(
+            each, "sgd", "mse", gradient_accumulation_steps=2, jit_compile=jit_compile
+        )
         trainer.fit(X[:16], Y[:16], batch_size=4, shuffle=False, verbose=0)
     assert_close(model.get_weights(), alone.get_weights())
     before = model.get_weights()
@@ -814,7 +996,10 @@ def check_refused():
     outside = dense()
     with strategy().scope():
         refused("outside the scope", model=outside)
-    normalized = [keras.Input((6,)), keras.layers.BatchNormalization(synchronized=True, name="norm")]
+    normalized = [
+        keras.Input((6,)),
+        keras.layers.BatchNormalization(synchronized=True, name="norm"),
+    ]
     refused("'norm'", "synchronized", model=replicated(lambda: keras.Sequential(normalized)))
 
     class Counting(keras.layers.Layer):
@@ -826,7 +1011,9 @@ def check_refused():
             self.calls.assign_add(1.0)
             return x
 
-    counting = replicated(lambda: keras.Sequential([keras.Input((6,)), Counting(), keras.layers.Dense(3)]))
+    counting = replicated(
+        lambda: keras.Sequential([keras.Input((6,)), Counting(), keras.layers.Dense(3)])
+    )
     try:
         fa.Trainer(counting, "sgd", "mse").fit(X, Y, verbose=0)
     except ValueError as error:
@@ -871,7 +1058,9 @@ def check_blocks_computed_again():
         model = replicated(deep)
         if recompute:
             fa.remat(model)
-        trainer = replicated(lambda model=model: fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2))
+        trainer = replicated(
+            lambda model=model: fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2)
+        )
         keras.utils.set_random_seed(3)
         trainer.fit(X[:16], Y[:16], batch_size=2 * COUNT, epochs=2, verbose=0)
         assert_same_on_all(trainer)
@@ -901,7 +1090,9 @@ def check_programs_are_traced_anew():
 
 
 def cases(checks, first, on_four, alone=()):
-    """Those `first` on two replicas are among README's tests; those `alone` on four are not run on two."""
+    """Those `first` on two replicas are among README's tests; those `alone` on four are not run on
+    two.
+    """
     others = [name for name in checks if name not in (*first, *alone)]
     runs = (2, first, ()), (2, others, pytest.mark.faults), (4, on_four, pytest.mark.faults)
     return [
@@ -913,16 +1104,22 @@ def cases(checks, first, on_four, alone=()):
 
 @functools.cache
 def outcomes(count, names, path=__file__):
-    """What each check came to on `count` logical devices, which a process must have before TensorFlow starts."""
+    """What each check came to on `count` logical devices, which a process must have before
+    TensorFlow starts.
+    """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
     command = [sys.executable, path, str(count), *names]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main(checks):
-    names = sys.argv[2:] or [name.removeprefix("check_") for name in checks if name.startswith("check_")]
+    names = sys.argv[2:] or [
+        name.removeprefix("check_") for name in checks if name.startswith("check_")
+    ]
     outcomes = {}
     for name in names:
         keras.utils.set_random_seed(0)
@@ -936,5 +1133,7 @@ def main(checks):
 
 if __name__ == "__main__":
     (cpu,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * COUNT)
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * COUNT
+    )
     main(globals())

@@ -1,4 +1,6 @@
-"""Checks of `shard_optimizer` on several devices: `python on_shards.py COUNT [NAME ...]`, as `on_replicas.py`."""
+"""Checks of `shard_optimizer` on several devices: `python on_shards.py COUNT [NAME ...]`, as
+`on_replicas.py`.
+"""
 
 import contextlib
 import functools
@@ -53,12 +55,18 @@ OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
     "nadam": scheduled,
-    "ema": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=3),
+    "ema": lambda: keras.optimizers.Adam(
+        0.01, use_ema=True, ema_momentum=0.7, ema_overwrite_frequency=3
+    ),
 }
 
 
-def train(shard, make_optimizer, make=deep, x=WITH_NAN, epochs=7, jit_compile=False, micro_batches=2):
-    """Trains 21 steps, of which the last of each 3 has a tail of 3 rows, and one has a row that is not finite."""
+def train(
+    shard, make_optimizer, make=deep, x=WITH_NAN, epochs=7, jit_compile=False, micro_batches=2
+):
+    """Trains 21 steps, of which the last of each 3 has a tail of 3 rows, and one has a row that is
+    not finite.
+    """
     model = replicated(make)
     loss_scale = fa.DynamicLossScale(init_scale=4.0, growth_interval=2)
     trainer = fa.Trainer(
@@ -84,13 +92,19 @@ def numbers(trainer):
 
 
 def assert_same(name, exact=True, **options):
-    """Equal bit for bit to slots on every replica, or to the rounding of a sum of float32 numbers."""
-    (plain, logs), (sharded, sharded_logs) = (train(shard, OPTIMIZERS[name], **options) for shard in (False, True))
+    """Equal bit for bit to slots on every replica, or to the rounding of a sum of float32
+    numbers.
+    """
+    (plain, logs), (sharded, sharded_logs) = (
+        train(shard, OPTIMIZERS[name], **options) for shard in (False, True)
+    )
     for ours, theirs in zip(numbers(sharded), numbers(plain), strict=True):
         if exact:
             np.testing.assert_array_equal(ours, theirs)
         else:
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * max(1.0, np.abs(theirs).max()))
+            np.testing.assert_allclose(
+                ours, theirs, rtol=0, atol=2e-6 * max(1.0, np.abs(theirs).max())
+            )
     for log in logs:
         np.testing.assert_allclose(sharded_logs[log], logs[log], rtol=1e-6, err_msg=log)
     assert logs["skipped_steps"][-1] == 1.0, logs
@@ -109,7 +123,9 @@ def check_same_when_compiled():
 
 
 class Partly(keras.layers.Layer):
-    """Has a weight that no loss depends on, and one whose gradient is zero: AdamW decays the latter alone."""
+    """Has a weight that no loss depends on, and one whose gradient is zero: AdamW decays the latter
+    alone.
+    """
 
     def build(self, shape):
         self.unused = self.add_weight(shape=(shape[-1], 5), name="unused", initializer="ones")
@@ -123,7 +139,9 @@ def adapted():
     """LoRA beside frozen weights, and weights of no gradient and of zero."""
     keras.utils.set_random_seed(1)
     with_lora = keras.layers.Dense(16, activation="tanh")
-    model = keras.Sequential([keras.Input((6,)), with_lora, Partly(), keras.layers.Dense(10), keras.layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input((6,)), with_lora, Partly(), keras.layers.Dense(10), keras.layers.Dense(3)]
+    )
     with_lora.enable_lora(2)
     return model
 
@@ -138,14 +156,20 @@ def check_same_with_lora_and_without_gradients():
 
 
 def check_refused_where_an_owner_has_no_gradient():
-    """One weight is so large that a replica owns nothing else, and the loss does not depend on it."""
+    """One weight is so large that a replica owns nothing else, and the loss does not depend on
+    it.
+    """
 
     class Large(Partly):
         def build(self, shape):
             super().build(shape)
             self.large = self.add_weight(shape=(shape[-1], 1000), name="large")
 
-    model = replicated(lambda: keras.Sequential([keras.Input((6,)), Large(), *[keras.layers.Dense(3) for _ in "abcd"]]))
+    model = replicated(
+        lambda: keras.Sequential(
+            [keras.Input((6,)), Large(), *[keras.layers.Dense(3) for _ in "abcd"]]
+        )
+    )
     before = model.get_weights()
     trainer = fa.Trainer(model, adamw(), "mse", shard_optimizer=True, jit_compile=False)
     assert_refused("/large'], none has a gradient. Pass shard_optimizer=False", trainer)
@@ -189,11 +213,15 @@ def assert_another_training(*change):
 
 
 def check_wrong_exchange_is_another_training():
-    """The negative controls: owners keep their new weights, or read their lines backwards, and train something else."""
+    """The negative controls: owners keep their new weights, or read their lines backwards, and
+    train something else.
+    """
     assert_another_training(sharded_step.ShardedStep, "_copy", lambda step, weights: None)
     unpack = deal.unpack
     with gathering():
-        assert_another_training(deal, "unpack", lambda own, parts, specs: unpack(own[::-1], parts, specs))
+        assert_another_training(
+            deal, "unpack", lambda own, parts, specs: unpack(own[::-1], parts, specs)
+        )
 
 
 def even(width=24):
@@ -209,7 +237,10 @@ def check_slots_are_on_their_owners_device_alone():
     used = replicated(even)
     with on_replicas.strategy().scope():
         built.build(used.trainable_variables)
-    built_with = [(replicated(even), keras.optimizers.AdamW(0.01)), (replicated(even), OPTIMIZERS["adafactor"]())]
+    built_with = [
+        (replicated(even), keras.optimizers.AdamW(0.01)),
+        (replicated(even), OPTIMIZERS["adafactor"]()),
+    ]
     for model, optimizer in [*built_with, (used, built)]:
         trainer = fa.Trainer(model, optimizer, "mse", shard_optimizer=True, jit_compile=False)
         trainer.train_step((x, x))
@@ -225,8 +256,12 @@ def check_slots_are_on_their_owners_device_alone():
 
 
 def collectives(trainer, micro_batches=2):
-    """The shapes of what each collective of a step's traced program gives a replica: of reductions, of gathers."""
-    stack = tuple(np.zeros((micro_batches, on_replicas.COUNT, width), "float32") for width in (6, 3))
+    """The shapes of what each collective of a step's traced program gives a replica: of reductions,
+    of gathers.
+    """
+    stack = tuple(
+        np.zeros((micro_batches, on_replicas.COUNT, width), "float32") for width in (6, 3)
+    )
     trainer.train_step(stack)
     _, batch = trainer._step_inputs.prepare(stack)
     of_replicas = [None] * on_replicas.COUNT
@@ -234,7 +269,8 @@ def collectives(trainer, micro_batches=2):
     graph = program.graph.as_graph_def(add_shapes=True)
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
     return [
-        _of_each([_shape(n) for n in nodes if "Collective" in n.op and kind in n.op]) for kind in ("Reduce", "Gather")
+        _of_each([_shape(n) for n in nodes if "Collective" in n.op and kind in n.op])
+        for kind in ("Reduce", "Gather")
     ]
 
 
@@ -245,25 +281,30 @@ def _shape(node):
 def _of_each(shapes):
     shapes = sorted(shapes)
     own = shapes[:: on_replicas.COUNT]
-    assert shapes == [shape for shape in own for _ in range(on_replicas.COUNT)], shapes  # alike on all
+    # alike on all
+    assert shapes == [shape for shape in own for _ in range(on_replicas.COUNT)], shapes
     return own
 
 
 def check_collectives_of_a_step():
-    """One all-reduce of gradients and one of a number a weight; of several workers, one all-gather of weights too."""
+    """One all-reduce of gradients and one of a number a weight; of several workers, one all-gather
+    of weights too.
+    """
     for gathers, micro_batches in itertools.product((False, True), (1, 8)):
         with gathering() if gathers else contextlib.nullcontext():
             trainer, _ = train(True, OPTIMIZERS["adamw"], epochs=1, micro_batches=micro_batches)
             (scalars, gradients), gathered = collectives(trainer, micro_batches)
         trained = [v.value.shape.num_elements() for v in trainer.model.trainable_variables]
         assert scalars == (len(trained),) and sum(trained) <= gradients[0] <= sum(trained) + 64
-        assert gathered == [(-1,), (-1, 1)] * gathers  # the strategy's gather asks for the lengths first
+        # the strategy's gather asks for the lengths first
+        assert gathered == [(-1,), (-1, 1)] * gathers
 
 
 def check_same_in_rounds():
     """Buffers of bounded size, which cut weights in the middle.
 
-    On more than two replicas a ring adds up each part of a buffer in another order, and the parts are others then.
+    On more than two replicas a ring adds up each part of a buffer in another order, and the parts
+    are others then.
     """
     before, deal.ROUND = deal.ROUND, 400
     try:
@@ -292,10 +333,17 @@ def strategy_of(devices):
 
 
 def train_on(devices, shard, folder=None, callbacks=()):
-    """Trains 9 steps of 8 rows, the last of each epoch of 4, with a checkpoint after every second."""
+    """Trains 9 steps of 8 rows, the last of each epoch of 4, with a checkpoint after every
+    second.
+    """
     with contextlib.nullcontext() if devices == 1 else strategy_of(devices).scope():
         model = deep()
-    options = {"gradient_accumulation_steps": 2, "clip_norm": 0.5, "shard_optimizer": shard, "jit_compile": False}
+    options = {
+        "gradient_accumulation_steps": 2,
+        "clip_norm": 0.5,
+        "shard_optimizer": shard,
+        "jit_compile": False,
+    }
     trainer = fa.Trainer(model, adamw(), "mse", **options)
     keras.utils.set_random_seed(3)
     saved = {} if folder is None else {"checkpoint_dir": folder, "checkpoint_every": 2}
@@ -308,7 +356,8 @@ def check_resumed_on_other_devices_and_shares():
     """From any of 1, 2 and 4 replicas, with shares and without, to any, in mid-epoch.
 
     Bit for bit on as many, with shares or none. Other numbers of replicas add up in another order,
-    which Adam's division enlarges: 5.2e-7 of the largest number of a variable at most, and without shares as much.
+    which Adam's division enlarges: 5.2e-7 of the largest number of a variable at most, and without
+        shares as much.
     """
     kinds = [(1, False), (2, False), (2, True), (4, False), (4, True)]
     whole = {kind: train_on(*kind) for kind in kinds if kind[0] <= on_replicas.COUNT}
@@ -366,7 +415,9 @@ class Counts(keras.optimizers.SGD):
 class CountsInAList(Counts):
     def build(self, variables):
         super().build(variables)
-        self.counts = [self.add_variable(shape=(), name=f"count_{i}") for i in range(len(variables))]
+        self.counts = [
+            self.add_variable(shape=(), name=f"count_{i}") for i in range(len(variables))
+        ]
 
 
 class NeedsMore(keras.optimizers.AdamW):
@@ -378,7 +429,10 @@ def check_refused():
     """What cannot be shared exactly, by name, before a weight moves."""
     several = keras.optimizers.MultiOptimizer({keras.layers.Dense: keras.optimizers.SGD(0.1)})
     cases = [
-        (keras.optimizers.Adam(0.1, global_clipnorm=1.0), "global_clipnorm=1.0: make it without, and pass Trainer"),
+        (
+            keras.optimizers.Adam(0.1, global_clipnorm=1.0),
+            "global_clipnorm=1.0: make it without, and pass Trainer",
+        ),
         (several, "has several optimizers"),
         (Together(0.1), "Together overrides apply"),
         (Decays(0.1), "Decays overrides _apply_weight_decay"),
@@ -392,17 +446,25 @@ def check_refused():
         trainer = fa.Trainer(model, optimizer, "mse", shard_optimizer=True, jit_compile=False)
         assert_refused(words, trainer)
         assert all(map(np.array_equal, model.get_weights(), before))
-    single = replicated(lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, use_bias=False)]))
+    single = replicated(
+        lambda: keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, use_bias=False)])
+    )
     words = f"has 1 trainable variables, and there are {on_replicas.COUNT} replicas"
     assert_refused(words, fa.Trainer(single, "sgd", "mse", shard_optimizer=True, jit_compile=False))
     swaps = fa.Trainer(
-        replicated(deep), keras.optimizers.Adam(use_ema=True), "mse", shard_optimizer=True, jit_compile=False
+        replicated(deep),
+        keras.optimizers.Adam(use_ema=True),
+        "mse",
+        shard_optimizer=True,
+        jit_compile=False,
     )
     assert_refused("SwapEMAWeights", swaps, callbacks=[keras.callbacks.SwapEMAWeights()])
 
 
 def check_auto_shares_where_all_slots_would_not_fit():
-    """With AdamW 20 bytes a number of a weight: weights, two slots, gradients, and these once more in a buffer."""
+    """With AdamW 20 bytes a number of a weight: weights, two slots, gradients, and these once more
+    in a buffer.
+    """
     x, weights = np.zeros((1, on_replicas.COUNT, 24), "float32"), 4 * 4 * on_replicas.COUNT * 24**2
     cases = [
         (4.9, keras.optimizers.AdamW(), True),
@@ -423,15 +485,21 @@ def check_auto_shares_where_all_slots_would_not_fit():
 
 
 def check_planned_memory():
-    """Bytes at the peak for each number of a weight: 8 and a share of 8 with AdamW, instead of 20."""
+    """Bytes at the peak for each number of a weight: 8 and a share of 8 with AdamW, instead of
+    20.
+    """
     before, deal.ROUND = deal.ROUND, 2**16
     x, found = np.zeros((2 * on_replicas.COUNT, 256), "float32"), {}
     try:
         for shard in (False, True):
             model = replicated(lambda: even(256))
-            trainer = fa.Trainer(model, "adamw", "mse", shard_optimizer=shard, gradient_accumulation_steps=2)
+            trainer = fa.Trainer(
+                model, "adamw", "mse", shard_optimizer=shard, gradient_accumulation_steps=2
+            )
             memory = trainer.summary(x, x, batch_size=2 * on_replicas.COUNT, verbose=False).memory
-            found[shard] = {k: round(v / model.count_params(), 2) for k, v in memory.by_kind.items()}
+            found[shard] = {
+                k: round(v / model.count_params(), 2) for k, v in memory.by_kind.items()
+            }
             found[shard]["peak"] = memory.peak_bytes / model.count_params()
     finally:
         deal.ROUND = before
@@ -461,7 +529,8 @@ def check_another_trainer_takes_slots_over_with_shares_or_without():
 def check_slots_that_have_moved_are_refused():
     model, optimizer = replicated(deep), adamw()
     first, second = (
-        fa.Trainer(model, optimizer, "mse", shard_optimizer=shard, jit_compile=False) for shard in (True, False)
+        fa.Trainer(model, optimizer, "mse", shard_optimizer=shard, jit_compile=False)
+        for shard in (True, False)
     )
     first.fit(X[:8], Y[:8], batch_size=4, verbose=0)
     model.compile(optimizer, "mse")
@@ -485,7 +554,10 @@ def check_the_replica_with_most_is_planned():
     held = {}
     for v in slots:
         held[v.device] = held.get(v.device, 0) + 4 * v.shape.num_elements()
-    assert 0 <= found.memory.by_kind["optimizer slots"] - max(held.values()) < 64, (found.memory.by_kind, held)
+    assert 0 <= found.memory.by_kind["optimizer slots"] - max(held.values()) < 64, (
+        found.memory.by_kind,
+        held,
+    )
 
 
 def assert_refused(words, trainer, **options):
@@ -507,5 +579,7 @@ def check_one_replica_has_all():
 
 if __name__ == "__main__":
     (cpu,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * on_replicas.COUNT)
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * on_replicas.COUNT
+    )
     on_replicas.main(globals())

@@ -1,4 +1,6 @@
-"""What a full-batch step must do: a small model by hand in float64 NumPy, and Keras's own `train_on_batch`."""
+"""What a full-batch step must do: a small model by hand in float64 NumPy, and Keras's own
+`train_on_batch`.
+"""
 
 import sys
 
@@ -9,9 +11,11 @@ LEARNING_RATE = 1.0  # with plain SGD a step then shows the gradient itself
 
 
 def coefficients(reduction, valid, weights=None):
-    """What each element's loss is multiplied by in the full-batch loss: w / denominator where valid, else 0.
+    """What each element's loss is multiplied by in the full-batch loss: w / denominator where
+    valid, else 0.
 
-    The denominator is that of the Keras reduction: the count of valid elements, where a weight of 0 counts;
+    The denominator is that of the Keras reduction: the count of valid elements, where a weight of 0
+        counts;
     the sum of their weights; or 1.
     """
     weights = np.where(valid, 1.0 if weights is None else weights.astype("float64"), 0.0)
@@ -39,7 +43,8 @@ def softmax_cross_entropy(logits, labels):
 
 
 def two_layers(weights, x, target, loss, factors):
-    """Loss and weight gradients of `tanh(x @ W1 + b1) @ W2 + b2`, over all leading axes; `factors` from above.
+    """Loss and weight gradients of `tanh(x @ W1 + b1) @ W2 + b2`, over all leading axes; `factors`
+    from above.
 
     With three weights `[table, W2, b2]`, `x` holds ids and the first layer is `tanh(table[x])`.
     """
@@ -69,7 +74,9 @@ def assert_is_step(after, before, gradients):
 def assert_same(ours, theirs, tolerance=2e-6):
     """Whether two lists of weights agree to float32 rounding."""
     for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * (1 + np.abs(other).max()))
+        np.testing.assert_allclose(
+            one, other, rtol=tolerance, atol=tolerance * (1 + np.abs(other).max())
+        )
 
 
 def family(model):

@@ -1,6 +1,8 @@
-"""Trainings that go on in other pieces: `python pieces.py COUNT JOBS [PORTS INDEX]`, in a process of COUNT devices.
+"""Trainings that go on in other pieces: `python pieces.py COUNT JOBS [PORTS INDEX]`, in a process
+of COUNT devices.
 
-JOBS is JSON: for each training that is to begin or to end here, how. With PORTS the process is one worker of several.
+JOBS is JSON: for each training that is to begin or to end here, how. With PORTS the process is one
+    worker of several.
 `test_resume_in_other_pieces.py` starts them, and does the same in its own process, on one device.
 """
 
@@ -38,11 +40,20 @@ def trainer(accumulation, scope=contextlib.nullcontext, layers=(), **options):
 
     keras.utils.set_random_seed(1)
     with scope():
-        hidden = [keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2"), *(make() for make in layers)]
+        hidden = [
+            keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2"),
+            *(make() for make in layers),
+        ]
         model = keras.Sequential([keras.Input((4,)), *hidden, keras.layers.Dense(1)])
     rate = keras.optimizers.schedules.CosineDecay(0.05, 12)
     rule = fa.DynamicLossScale(init_scale=4.0, growth_interval=3)
-    options = {"metrics": ["mae"], "loss_scale": rule, "clip_norm": 1.0, "jit_compile": False, **options}
+    options = {
+        "metrics": ["mae"],
+        "loss_scale": rule,
+        "clip_norm": 1.0,
+        "jit_compile": False,
+        **options,
+    }
     adam = keras.optimizers.Adam(rate, use_ema=True)
     return fa.Trainer(model, adam, "mse", gradient_accumulation_steps=accumulation, **options)
 
@@ -58,7 +69,9 @@ def in_order(size):
 def dataset(size):
     import tensorflow as tf
 
-    return {"x": tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).shuffle(30, seed=3).batch(size)}
+    return {
+        "x": tf.data.Dataset.from_tensor_slices((X, Y, WEIGHTS)).shuffle(30, seed=3).batch(size)
+    }
 
 
 def endless(size):
@@ -96,14 +109,22 @@ def fit(trainer, data, **options):
 
 def numbers(trainer, history):
     """Every variable of a trainer after training, and its logs."""
-    variables = [*trainer.model.variables, *trainer.optimizer.variables, *trainer.loss_scale.variables]
+    variables = [
+        *trainer.model.variables,
+        *trainer.optimizer.variables,
+        *trainer.loss_scale.variables,
+    ]
     logs = [np.array(values, np.float64) for _, values in sorted(history.history.items())]
     return [*(np.asarray(v.numpy(), np.float64) for v in variables), *logs]
 
 
 def farthest(ours, theirs):
-    """The largest difference between two lists of arrays, relative to the largest number of each array."""
-    differences = (np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) for a, b in zip(ours, theirs, strict=True))
+    """The largest difference between two lists of arrays, relative to the largest number of each
+    array.
+    """
+    differences = (
+        np.abs(a - b).max() / max(np.abs(b).max(), 1e-3) for a, b in zip(ours, theirs, strict=True)
+    )
     return float(max(differences))
 
 
@@ -125,18 +146,25 @@ def run(job, trained):
 def main(count, jobs, ports=None, index="0"):
     if ports:
         cluster = {"worker": [f"127.0.0.1:{port}" for port in ports.split(",")]}
-        os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": int(index)}})
+        os.environ["TF_CONFIG"] = json.dumps(
+            {"cluster": cluster, "task": {"type": "worker", "index": int(index)}}
+        )
     import tensorflow as tf
 
     (cpu,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * int(count))
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * int(count)
+    )
     if ports:
         strategy = tf.distribute.MultiWorkerMirroredStrategy()
     else:
         strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(int(count))])
     for each in json.loads(jobs):
         job = Job(*each)
-        ended = run(job, trainer(job.accumulation, strategy.scope if job.replicas else contextlib.nullcontext))
+        ended = run(
+            job,
+            trainer(job.accumulation, strategy.scope if job.replicas else contextlib.nullcontext),
+        )
         if ended is not None and index == "0":
             np.savez(f"{job.folder}.npz", *ended)
 

@@ -1,4 +1,6 @@
-"""A training that is interrupted and goes on, against one that is not: what every test of checkpoints compares."""
+"""A training that is interrupted and goes on, against one that is not: what every test of
+checkpoints compares.
+"""
 
 import contextlib
 import json
@@ -26,7 +28,9 @@ class Stateless(keras.callbacks.Callback):
 
 
 class StopAfter(Stateless):
-    """Raises at the end of the dispatch with the given train step of this fit, counted from 0 over epochs."""
+    """Raises at the end of the dispatch with the given train step of this fit, counted from 0 over
+    epochs.
+    """
 
     def __init__(self, step):
         super().__init__()
@@ -50,12 +54,18 @@ def holding(folder):
 
 
 def state(trainer):
-    """Every variable of a trainer, found by Keras's own lists rather than by the code under test."""
+    """Every variable of a trainer, found by Keras's own lists rather than by the code under
+    test.
+    """
     optimizer = trainer.optimizer
     parts = [optimizer]
     while hasattr(parts[-1], "_optimizer"):  # tensorflow-addons's wrappers
         parts.append(parts[-1]._optimizer)
-    slots = [v for part in parts for v in (part.variables() if callable(part.variables) else part.variables)]
+    slots = [
+        v
+        for part in parts
+        for v in (part.variables() if callable(part.variables) else part.variables)
+    ]
     rule = trainer.loss_scale
     scale = [v for v in vars(rule).values() if hasattr(v, "assign")]
     return [*trainer.model.variables, *slots, *scale]
@@ -78,21 +88,27 @@ def scramble(trainer):
 
     Another learning rate would be another training.
     """
-    settings = {id(v) for variables in trainer._recipe.optimizer.settings.values() for v in variables}
+    settings = {
+        id(v) for variables in trainer._recipe.optimizer.settings.values() for v in variables
+    }
     for variable in with_means(trainer):
         if id(raw(variable)) not in settings:
             variable.assign(np.full_like(np.asarray(variable), 3))
 
 
 class Beginning(Stateless):
-    """Keeps what every variable is before the first step, so that one Trainer's programs can begin twice."""
+    """Keeps what every variable is before the first step, so that one Trainer's programs can begin
+    twice.
+    """
 
     def __init__(self, trainer):
         super().__init__()
         self.trainer, self.kept = trainer, []
 
     def on_train_begin(self, logs=None):
-        self.kept = [(variable, np.asarray(variable).copy()) for variable in with_means(self.trainer)]
+        self.kept = [
+            (variable, np.asarray(variable).copy()) for variable in with_means(self.trainer)
+        ]
 
     def restore(self):
         for variable, value in self.kept:
@@ -100,7 +116,9 @@ class Beginning(Stateless):
 
 
 def interrupted(trainer, data, stops, folder, every=1, callbacks=list, **options):
-    """Fits with a stop in each of `stops`, counted in dispatches of that fit, and then to the end: the History."""
+    """Fits with a stop in each of `stops`, counted in dispatches of that fit, and then to the end:
+    the History.
+    """
     for stop in stops:
         with contextlib.suppress(Interruption):
             trainer.fit(
@@ -115,12 +133,19 @@ def interrupted(trainer, data, stops, folder, every=1, callbacks=list, **options
         assert store.latest(folder) is not None
         scramble(trainer)
     return trainer.fit(
-        **data(), **options, checkpoint_dir=folder, checkpoint_every=every, callbacks=callbacks(), verbose=0
+        **data(),
+        **options,
+        checkpoint_dir=folder,
+        checkpoint_every=every,
+        callbacks=callbacks(),
+        verbose=0,
     )
 
 
 def assert_same(make, data, stops, folder, every=1, callbacks=list, **options):
-    """An interrupted training ends bit for bit as one without checkpoints does; returns its Trainer."""
+    """An interrupted training ends bit for bit as one without checkpoints does; returns its
+    Trainer.
+    """
     trainer = make()
     beginning = Beginning(trainer)
     expected = trainer.fit(**data(), **options, callbacks=[beginning, *callbacks()], verbose=0)
@@ -135,7 +160,9 @@ def assert_same(make, data, stops, folder, every=1, callbacks=list, **options):
 
 
 def edit_manifest(path, change):
-    """Changes a manifest and writes the checkpoint again: what a mistake in what is saved would look like."""
+    """Changes a manifest and writes the checkpoint again: what a mistake in what is saved would
+    look like.
+    """
     found = store.inspect(path)
     change(found.manifest)
     store.write(path.parent, found.manifest, found.tensors(), keep=99)

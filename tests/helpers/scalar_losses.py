@@ -1,4 +1,6 @@
-"""Loss functions that return one number for a batch, as people write them, and models and data that fit them."""
+"""Loss functions that return one number for a batch, as people write them, and models and data that
+fit them.
+"""
 
 import math
 from collections.abc import Callable
@@ -55,7 +57,9 @@ DATA = {
     "signs": Data(X, 2 * _bits(1) - 1, _dense(1)),
     "one-hot": Data(X, np.eye(3, dtype="float32")[RNG.integers(0, 3, ROWS)], _dense(3, "softmax")),
     "classes": Data(X, RNG.integers(0, 3, ROWS), _dense(3)),
-    "tokens": Data(_normal(6, 4), IDS, lambda: keras.Sequential([keras.Input((6, 4)), layers.Dense(5)])),
+    "tokens": Data(
+        _normal(6, 4), IDS, lambda: keras.Sequential([keras.Input((6, 4)), layers.Dense(5)])
+    ),
     "images": Data(
         IMAGES,
         IMAGES[..., :1],
@@ -112,7 +116,9 @@ def categorical_focal(gamma=2.0, alpha=0.25):
 
 def dice_of_the_batch(y, p, smooth=1.0):
     y, p = tf.reshape(y, [-1]), tf.reshape(p, [-1])
-    return 1 - (2.0 * tf.reduce_sum(y * p) + smooth) / (tf.reduce_sum(y) + tf.reduce_sum(p) + smooth)
+    return 1 - (2.0 * tf.reduce_sum(y * p) + smooth) / (
+        tf.reduce_sum(y) + tf.reduce_sum(p) + smooth
+    )
 
 
 def dice_by_row(y, p, smooth=1.0):
@@ -124,7 +130,9 @@ def dice_by_row(y, p, smooth=1.0):
 def tversky(y, p):
     y, p = ops.reshape(y, (-1,)), ops.reshape(p, (-1,))
     true_positive = ops.sum(y * p)
-    return 1 - (true_positive + 1) / (true_positive + 0.7 * ops.sum(y * (1 - p)) + 0.3 * ops.sum((1 - y) * p) + 1)
+    return 1 - (true_positive + 1) / (
+        true_positive + 0.7 * ops.sum(y * (1 - p)) + 0.3 * ops.sum((1 - y) * p) + 1
+    )
 
 
 def iou(y, p):
@@ -170,7 +178,9 @@ def gradient_difference(y, p):
 
 
 def total_variation(y, p):
-    return (0.1 * tf.reduce_sum(tf.image.total_variation(p)) + tf.reduce_sum(tf.square(y - p))) / 144
+    return (
+        0.1 * tf.reduce_sum(tf.image.total_variation(p)) + tf.reduce_sum(tf.square(y - p))
+    ) / 144
 
 
 def image_gradients(y, p):
@@ -190,7 +200,9 @@ def kl_of_a_vae(y, p):
 def mixture_density(y, p):
     mu, log_sigma, logits = tf.split(p, 3, axis=-1)
     log_pi = tf.nn.log_softmax(logits, axis=-1)
-    log_prob = -0.5 * tf.square((y - mu) / tf.exp(log_sigma)) - log_sigma - 0.5 * math.log(2 * math.pi)
+    log_prob = (
+        -0.5 * tf.square((y - mu) / tf.exp(log_sigma)) - log_sigma - 0.5 * math.log(2 * math.pi)
+    )
     return -tf.reduce_mean(tf.reduce_logsumexp(log_pi + log_prob, axis=-1))
 
 
@@ -200,7 +212,9 @@ def gaussian_nll(y, p):
 
 
 def pinball(quantile):
-    return lambda y, p: ops.mean(ops.maximum(quantile * (y - p), (quantile - 1) * (y - p)), axis=None)
+    return lambda y, p: ops.mean(
+        ops.maximum(quantile * (y - p), (quantile - 1) * (y - p)), axis=None
+    )
 
 
 def smooth_l1(y, p, delta=1.0):
@@ -317,7 +331,9 @@ def concordance(y, p):
     mean_y, mean_p = ops.mean(y), ops.mean(p)
     covariance = ops.mean((y - mean_y) * (p - mean_p))
     return 1 - 2 * covariance / (
-        ops.mean(ops.square(y - mean_y)) + ops.mean(ops.square(p - mean_p)) + ops.square(mean_y - mean_p)
+        ops.mean(ops.square(y - mean_y))
+        + ops.mean(ops.square(p - mean_p))
+        + ops.square(mean_y - mean_p)
     )
 
 
@@ -436,7 +452,11 @@ class SumOfClass(keras.losses.Loss):
 
 def each_row_by_map_fn(y, p):
     return tf.reduce_mean(
-        tf.map_fn(lambda pair: tf.reduce_max(tf.abs(pair[0] - pair[1])), (y, p), fn_output_signature=tf.float32)
+        tf.map_fn(
+            lambda pair: tf.reduce_max(tf.abs(pair[0] - pair[1])),
+            (y, p),
+            fn_output_signature=tf.float32,
+        )
     )
 
 
@@ -447,7 +467,9 @@ def neighbours(y, p):
 CASES = {
     "mse": Case("numbers", mse, "mean"),
     "mae": Case("numbers", mae_of_tf, "mean"),
-    "a lambda": Case("numbers", lambda y, p: tf.math.reduce_mean(tf.math.square(y - p), axis=None), "mean"),
+    "a lambda": Case(
+        "numbers", lambda y, p: tf.math.reduce_mean(tf.math.square(y - p), axis=None), "mean"
+    ),
     "charbonnier": Case("numbers", charbonnier, "mean"),
     "binary focal": Case("bits", binary_focal, "mean"),
     "categorical focal": Case("one-hot", categorical_focal(), "mean"),

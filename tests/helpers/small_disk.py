@@ -8,7 +8,9 @@ import pytest
 
 @contextlib.contextmanager
 def mounted(path, size):
-    """A new file system at `path`, of a size such as "6m"; the test is skipped where none may be mounted."""
+    """A new file system at `path`, of a size such as "6m"; the test is skipped where none may be
+    mounted.
+    """
     path.mkdir()
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True

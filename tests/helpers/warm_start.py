@@ -1,4 +1,6 @@
-"""A training in a process of its own, with a compile cache: prints what was said of it, and its weights."""
+"""A training in a process of its own, with a compile cache: prints what was said of it, and its
+weights.
+"""
 
 import hashlib
 import json
@@ -14,11 +16,15 @@ from fastaccum.step import program
 
 def main(folder, *changes):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)]
+    )
     said = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", RuntimeWarning)
-        trainer = fa.Trainer(model, "adam", "mse", gradient_accumulation_steps=2, compile_cache=folder or None)
+        trainer = fa.Trainer(
+            model, "adam", "mse", gradient_accumulation_steps=2, compile_cache=folder or None
+        )
         for change in changes:
             exec(change, {})
         x = np.random.default_rng(0).normal(size=(2, 4, 8)).astype("float32")

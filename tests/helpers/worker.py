@@ -1,13 +1,15 @@
 """One worker of several: `python worker.py PORTS INDEX MODE FOLDER`; `test_workers.py` starts them.
 
-With MODE "train" it trains 20 steps, evaluates, predicts, then is given data that workers may not be given, and leaves
-what came of it in FOLDER; with "forever" it trains until something ends it; with "saved" it trains with checkpoints in
-FOLDER and goes on from them, and leaves its weights there, with "plain" the same without dropout; with "differ" it
-tries what DIFFERENT lists, one after the other; with "absent" the second worker never trains; with "stuck" it is held
-up in the fourth step, as data or a callback may hold it up; with "slow" a step takes long on both, and the chief alone
-reads its logs; with "other's label" it alone is given one that is out of range; with "shares" it trains with the
-optimizer's slots on all workers and shared out; with "saved shares" as with "plain", with shares; with "killed in share
-INDEX" likewise, and that worker kills itself while it writes its share of the second checkpoint.
+With MODE "train" it trains 20 steps, evaluates, predicts, then is given data that workers may not
+be given, and leaves what came of it in FOLDER; with "forever" it trains until something ends it;
+with "saved" it trains with checkpoints in FOLDER and goes on from them, and leaves its weights
+there, with "plain" the same without dropout; with "differ" it tries what DIFFERENT lists, one after
+the other; with "absent" the second worker never trains; with "stuck" it is held up in the fourth
+step, as data or a callback may hold it up; with "slow" a step takes long on both, and the chief
+alone reads its logs; with "other's label" it alone is given one that is out of range; with "shares"
+it trains with the optimizer's slots on all workers and shared out; with "saved shares" as with
+"plain", with shares; with "killed in share INDEX" likewise, and that worker kills itself while it
+writes its share of the second checkpoint.
 """
 
 import itertools
@@ -29,15 +31,21 @@ def data():
 
 
 def trained(model, optimizer, fa, x, y):
-    """The trainer after STEPS steps: three of 2 micro-batches of 5 rows, then one of a single one, and so on."""
-    trainer = fa.Trainer(model, optimizer, "mse", ["mae"], gradient_accumulation_steps=2, clip_norm=0.5)
+    """The trainer after STEPS steps: three of 2 micro-batches of 5 rows, then one of a single one,
+    and so on.
+    """
+    trainer = fa.Trainer(
+        model, optimizer, "mse", ["mae"], gradient_accumulation_steps=2, clip_norm=0.5
+    )
     history = trainer.fit(x[:35], y[:35], batch_size=5, epochs=STEPS // 4, verbose=0)
     return trainer, history.history["loss"]
 
 
 def make(keras, seed):
     keras.utils.set_random_seed(seed)
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)])
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(3)]
+    )
 
 
 def with_dropout(keras, seed):
@@ -55,7 +63,9 @@ def refusals(trainer, x, y, worker, tf):
             yield x[i : i + 4], y[i : i + 4]
 
     specs = tf.TensorSpec([None, 6]), tf.TensorSpec([None, 3])
-    apart = tf.data.Dataset.from_generator(own_batches, output_signature=specs).with_options(options)
+    apart = tf.data.Dataset.from_generator(own_batches, output_signature=specs).with_options(
+        options
+    )
     tf.random.set_seed(worker)
     shuffled = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(45).batch(5)
     options = tf.data.Options()
@@ -69,7 +79,9 @@ def refusals(trainer, x, y, worker, tf):
             trainer.fit(dataset, epochs=1, verbose=0)
             errors[name] = None
         except ValueError as error:
-            moved = any((a != b).any() for a, b in zip(trainer.model.get_weights(), before, strict=True))
+            moved = any(
+                (a != b).any() for a, b in zip(trainer.model.get_weights(), before, strict=True)
+            )
             errors[name] = [str(error), int(trainer.optimizer.iterations.numpy()) - applied, moved]
     return errors
 
@@ -89,8 +101,8 @@ def code_of(worker):
     return cubes
 
 
-# What two workers are given that must be the same: by name, what `differing` takes, its value on each, and words of the
-# error, "{}" being that value.
+# What two workers are given that must be the same: by name, what `differing` takes, its value on
+# each, and words of the error, "{}" being that value.
 DIFFERENT = {
     "activation": ("activation", ["tanh", "relu"], "model.layers.dense.activation: {} on"),
     "policy": ("policy", ["float32", "mixed_bfloat16"], "model.layers.dense.policy: {} on"),
@@ -106,7 +118,11 @@ DIFFERENT = {
     "clip_norm": ("clip_norm", [0.5, None], "clip_norm: {} on"),
     "loss_scale": ("loss_scale", [8.0, 16.0], "loss_scale.loss_scale: {} on"),
     "kind of loss_scale": ("loss_scale", [None, 16.0], "loss_scale.class: "),
-    "accumulation": ("gradient_accumulation_steps", [2, 3], "options.gradient_accumulation_steps: {} on"),
+    "accumulation": (
+        "gradient_accumulation_steps",
+        [2, 3],
+        "options.gradient_accumulation_steps: {} on",
+    ),
     "jit_compile": ("jit_compile", [False, True], "jit_compile: {} on"),
     "steps_per_execution": ("steps_per_execution", [1, 2], "steps_per_execution: {} on"),
     "on_nonfinite": ("on_nonfinite", ["skip", "raise"], "on_nonfinite: {} on"),
@@ -123,9 +139,24 @@ FIT = ("batch_size", "epochs", "class_weight", "validation_data", "callbacks")
 
 
 def differing(keras, fa, strategy, x, y, **own):
-    """Makes a model and a Trainer, calls it, and returns what it raises, with whether a weight was moved."""
-    given = {"activation": "tanh", "policy": "float32", "dropout": 0.1, "bias": 0.0, "width": None, "shift": 0.0}
-    given |= {"optimizer": "Adam", "learning_rate": 0.01, "call": "fit", "batch_size": 5, "jit_compile": False}
+    """Makes a model and a Trainer, calls it, and returns what it raises, with whether a weight was
+    moved.
+    """
+    given = {
+        "activation": "tanh",
+        "policy": "float32",
+        "dropout": 0.1,
+        "bias": 0.0,
+        "width": None,
+        "shift": 0.0,
+    }
+    given |= {
+        "optimizer": "Adam",
+        "learning_rate": 0.01,
+        "call": "fit",
+        "batch_size": 5,
+        "jit_compile": False,
+    }
     given |= {"updates": 0, **own}
     keras.utils.set_random_seed(0)
     names = ("activation", "policy", "dropout", "bias", "width", "shift", "call", "updates")
@@ -134,7 +165,9 @@ def differing(keras, fa, strategy, x, y, **own):
     fit = {name: given.pop(name) for name in FIT if name in given}
     x = x[:, : made["width"]] + made["shift"]
     with strategy.scope():
-        hidden = keras.layers.Dense(4, activation=made["activation"], dtype=made["policy"], name="dense")
+        hidden = keras.layers.Dense(
+            4, activation=made["activation"], dtype=made["policy"], name="dense"
+        )
         layers = [hidden, keras.layers.Dropout(made["dropout"]), keras.layers.Dense(3)]
         # Without an Input it is the data that say how many weights there are.
         first = [] if made["width"] else [keras.Input((6,))]
@@ -161,7 +194,9 @@ def differing(keras, fa, strategy, x, y, **own):
         error = None
     except ValueError as raised:
         error = f"{type(raised).__name__}: {raised}"
-    return error, any((a != b).any() for a, b in zip(model.get_weights(), before, strict=bool(first)))
+    return error, any(
+        (a != b).any() for a, b in zip(model.get_weights(), before, strict=bool(first))
+    )
 
 
 def adamw(keras):
@@ -171,12 +206,20 @@ def adamw(keras):
 
 
 def with_shares(model, optimizer, fa, shard=True):
-    options = {"gradient_accumulation_steps": 2, "clip_norm": 0.5, "loss_scale": fa.DynamicLossScale(4.0, 2)}
-    return fa.Trainer(model, optimizer, "mse", ["mae"], **options, shard_optimizer=shard, jit_compile=False)
+    options = {
+        "gradient_accumulation_steps": 2,
+        "clip_norm": 0.5,
+        "loss_scale": fa.DynamicLossScale(4.0, 2),
+    }
+    return fa.Trainer(
+        model, optimizer, "mse", ["mae"], **options, shard_optimizer=shard, jit_compile=False
+    )
 
 
 def refused(trainer, x, y):
-    """What a `fit` raises before a weight is moved; on all workers alike, so that it need not end their cluster."""
+    """What a `fit` raises before a weight is moved; on all workers alike, so that it need not end
+    their cluster.
+    """
     before = trainer.model.get_weights()
     try:
         type(trainer).fit.__wrapped__(trainer, x, y, batch_size=None if y is None else 5, verbose=0)
@@ -186,7 +229,9 @@ def refused(trainer, x, y):
 
 
 def shares(keras, tf, fa, strategy, x, y, folder, index):
-    """Trains with slots on all workers and shared out, by each optimizer, and tells what came of it."""
+    """Trains with slots on all workers and shared out, by each optimizer, and tells what came of
+    it.
+    """
     optimizers = {
         "adamw": lambda: adamw(keras),
         "lamb": lambda: keras.optimizers.Lamb(0.01, weight_decay=0.01),
@@ -203,13 +248,21 @@ def shares(keras, tf, fa, strategy, x, y, folder, index):
                 model = make(keras, seed=1)
             trainer = with_shares(model, make_optimizer(), fa, shard)
             keras.utils.set_random_seed(3)
-            history = trainer.fit(x[:33], y[:33], batch_size=5, epochs=STEPS // 4, verbose=0).history
+            history = trainer.fit(
+                x[:33], y[:33], batch_size=5, epochs=STEPS // 4, verbose=0
+            ).history
             found.append((model.get_weights(), history, trainer))
-            outcome["steps"][name] = int(trainer.optimizer.iterations.numpy()), history["skipped_steps"]
+            outcome["steps"][name] = (
+                int(trainer.optimizer.iterations.numpy()),
+                history["skipped_steps"],
+            )
         (plain, logs, of_all), (sharded, sharded_logs, trainer) = found
         here = [bool(v.value.is_initialized()) for v in trainer.optimizer.variables]
         slots = zip(trainer.optimizer.variables, of_all.optimizer.variables, here, strict=True)
-        pairs = [*zip(sharded, plain, strict=True), *((a.numpy(), b.numpy()) for a, b, held in slots if held)]
+        pairs = [
+            *zip(sharded, plain, strict=True),
+            *((a.numpy(), b.numpy()) for a, b, held in slots if held),
+        ]
         outcome["differences"][name] = [float(np.abs(a - b).max()) for a, b in pairs]
         np.testing.assert_equal(sharded_logs, logs)
         outcome["here"][name] = here
@@ -229,22 +282,34 @@ def shares(keras, tf, fa, strategy, x, y, folder, index):
 
 def reading(keras):
     """A callback that waits for each step."""
-    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: float(logs["loss"]))
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: float(logs["loss"])
+    )
 
 
 def out_of_range(keras, fa, strategy, index):
-    """What `fit` raises on each worker where a label of the second alone is out of range, the number of updates, and
-    whether a weight has moved. The chief reads each step's logs, so it knows of it first.
+    """What `fit` raises on each worker where a label of the second alone is out of range, the
+    number of updates, and whether a weight has moved. The chief reads each step's logs, so it knows
+    of it first.
     """
     x, labels = data()[0][:40], np.arange(40) % 3
     labels[7] = 5  # of a micro-batch of 4 the second worker has the last two
     with strategy.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    trainer = fa.Trainer(model, keras.optimizers.Adam(), loss, gradient_accumulation_steps=2, jit_compile=False)
+    trainer = fa.Trainer(
+        model, keras.optimizers.Adam(), loss, gradient_accumulation_steps=2, jit_compile=False
+    )
     before = model.get_weights()
     try:
-        trainer.fit(x, labels, batch_size=4, shuffle=False, verbose=0, callbacks=[] if index else [reading(keras)])
+        trainer.fit(
+            x,
+            labels,
+            batch_size=4,
+            shuffle=False,
+            verbose=0,
+            callbacks=[] if index else [reading(keras)],
+        )
         error = None
     except ValueError as raised:
         error = str(raised)
@@ -254,7 +319,9 @@ def out_of_range(keras, fa, strategy, index):
 
 def main(ports, index, mode, folder):
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports.split(",")]}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
+    os.environ["TF_CONFIG"] = json.dumps(
+        {"cluster": cluster, "task": {"type": "worker", "index": index}}
+    )
     import keras
     import tensorflow as tf
 
@@ -264,7 +331,8 @@ def main(ports, index, mode, folder):
     x, y = data()
     with strategy.scope():
         make_model = with_dropout if mode == "saved" else make
-        model = make_model(keras, seed=index)  # the chief's initial weights and shuffling are everyone's
+        # the chief's initial weights and shuffling are everyone's
+        model = make_model(keras, seed=index)
     if mode == "differ":
         outcome = {
             name: differing(keras, fa, strategy, x, y, **{what: values[index]})
@@ -274,7 +342,9 @@ def main(ports, index, mode, folder):
         (pathlib.Path(folder) / f"outcome{index}.json").write_text(json.dumps(outcome))
         return
     if mode == "other's label":
-        (pathlib.Path(folder) / f"outcome{index}.json").write_text(json.dumps(out_of_range(keras, fa, strategy, index)))
+        (pathlib.Path(folder) / f"outcome{index}.json").write_text(
+            json.dumps(out_of_range(keras, fa, strategy, index))
+        )
         return
     if mode == "shares":
         outcome = shares(keras, tf, fa, strategy, x, y, folder, index)
@@ -296,11 +366,20 @@ def main(ports, index, mode, folder):
         calls = itertools.count()
 
         def loss(y_true, y_pred):
-            waited = tf.py_function(lambda: time.sleep(12 if next(calls) == 7 else 0) or 0.0, [], tf.float32)
+            waited = tf.py_function(
+                lambda: time.sleep(12 if next(calls) == 7 else 0) or 0.0, [], tf.float32
+            )
             return keras.losses.mean_squared_error(y_true, y_pred) + tf.ensure_shape(waited, [])
 
         trainer = fa.Trainer(model, "adam", loss, gradient_accumulation_steps=2, jit_compile=False)
-        trainer.fit(x[:40], y[:40], batch_size=4, epochs=2, verbose=0, callbacks=[] if index else [reading(keras)])
+        trainer.fit(
+            x[:40],
+            y[:40],
+            batch_size=4,
+            epochs=2,
+            verbose=0,
+            callbacks=[] if index else [reading(keras)],
+        )
         return
     if mode in ("saved", "plain", "saved shares") or mode.startswith("killed in share"):
         if mode == f"killed in share {index}":
@@ -309,10 +388,14 @@ def main(ports, index, mode, folder):
             killed.kill_self_at("open", 1, f"{folder}/checkpoints", named="step-00000014.writing-")
         if mode in ("saved", "plain"):
             adam = keras.optimizers.Adam(0.01)
-            trainer = fa.Trainer(model, adam, "mse", gradient_accumulation_steps=2, jit_compile=False)
+            trainer = fa.Trainer(
+                model, adam, "mse", gradient_accumulation_steps=2, jit_compile=False
+            )
         else:
             trainer = with_shares(model, adamw(keras), fa)
-        slow = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.03))
+        slow = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: time.sleep(0.03)
+        )
         saved = {"checkpoint_dir": f"{folder}/checkpoints", "checkpoint_every": 7}
         trainer.fit(x, y, batch_size=5, epochs=EPOCHS, callbacks=[slow], verbose=2, **saved)
         held = [v for v in trainer.optimizer.variables if v.value.is_initialized()]

@@ -1,5 +1,5 @@
-"""Rows of the zoo: a model that this project did not write, trained by the code its users would write, and compared
-with the model's own full-batch step in Keras.
+"""Rows of the zoo: a model that this project did not write, trained by the code its users would
+write, and compared with the model's own full-batch step in Keras.
 
     @row("KerasHub", "GPT-2, causal language model", mixed=True)
     def test_gpt2():
@@ -34,17 +34,15 @@ TOLERANCE = 1e-5
 class Case:
     """A model with its data, as arguments of both `compile`, `fit` and `Trainer`.
 
-    Attributes:
-        x, y, sample_weight: nests of arrays (or strings), all of one step; y None where the model has its own loss.
-        loss: None for the model's own, or what it was compiled with.
+    Attributes: x, y, sample_weight: nests of arrays (or strings), all of one step; y None where the
+        model has its own loss. loss: None for the model's own, or what it was compiled with.
         optimizer: makes one of the model's family; the update is measured in its steps.
-        micro_batches: what our step cuts the rows into.
-        by_micro_batch: compare with a loop over micro-batches (batch statistics), not with the full batch.
-        fit: further arguments of `fit`, for both.
-        trainer: further arguments of `Trainer`.
-        compare_logs: whether Keras's logs must be ours.
-        magnifies: a deep stack magnifies rounding: our update may be 1.05 times as far from float64 as Keras's.
-        attention: what computed each layer's attention in our step, once it has run.
+        micro_batches: what our step cuts the rows into. by_micro_batch: compare with a loop over
+        micro-batches (batch statistics), not with the full batch. fit: further arguments of `fit`,
+        for both. trainer: further arguments of `Trainer`. compare_logs: whether Keras's logs must
+        be ours. magnifies: a deep stack magnifies rounding: our update may be 1.05 times as far
+        from float64 as Keras's. attention: what computed each layer's attention in our step, once
+        it has run.
     """
 
     model: Any
@@ -68,12 +66,12 @@ class Case:
 
 @dataclass
 class Steps:
-    """One update written in both ways, for what is not a `fit`: loops with TrainStep, several models.
+    """One update written in both ways, for what is not a `fit`: loops with TrainStep, several
+    models.
 
-    Attributes:
-        variables: those that the update trains; `state` what else it moves.
-        ours, theirs: run it once; may return logs, of which those of one name are compared.
-        by_train_step: whether ours is a loop with TrainStep, not a `fit` beside something else than Keras's.
+    Attributes: variables: those that the update trains; `state` what else it moves. ours, theirs:
+        run it once; may return logs, of which those of one name are compared. by_train_step:
+        whether ours is a loop with TrainStep, not a `fit` beside something else than Keras's.
     """
 
     variables: Sequence[Any]
@@ -97,18 +95,22 @@ def row(
 ) -> Callable[[Callable[[], Case | Steps]], Callable]:
     """A test that trains what the function returns in both ways, and a row of docs/models.md.
 
-    Args:
-        note: for the page. One is due where `tolerance` is above 1e-5: it says why.
-        mixed: also under mixed_float16 and mixed_bfloat16, where our error against float32 may be 1.5 times that of
+    Args: note: for the page. One is due where `tolerance` is above 1e-5: it says why. mixed: also
+        under mixed_float16 and mixed_bfloat16, where our error against float32 may be 1.5 times
+        that of
             the model's own step at most.
         quick: whether CI trains it.
-        fused: whether it has attention that the Trainer fuses where scores are large; it is trained with all of that
-            fused, too.
-        refused: matches the error, raised before a weight moves, that names what cannot be trained as written.
+        fused: whether it has attention that the Trainer fuses where scores are large; it is trained
+            with all of that fused, too.
+        refused: matches the error, raised before a weight moves, that names what cannot be trained
+            as written.
         why: for the page, of a row refused: what to do instead.
     """
     assert tolerance <= TOLERANCE or note, f"{name}: a tolerance of {tolerance} owes a note"
-    policies = [pytest.param(each, marks=[pytest.mark.quick] * quick) for each in ("float32", *(MIXED * mixed))]
+    policies = [
+        pytest.param(each, marks=[pytest.mark.quick] * quick)
+        for each in ("float32", *(MIXED * mixed))
+    ]
     policies += ["remat"] * (refused is None) + ["fused"] * fused
 
     def decorate(written: Callable[[], Case | Steps]) -> Callable:
@@ -120,7 +122,9 @@ def row(
         @pytest.mark.parametrize("policy", policies)
         @functools.wraps(written)
         def test(policy, record_property):
-            record_property("zoo", {"family": family, "name": name, "note": note or why, "policy": policy})
+            record_property(
+                "zoo", {"family": family, "name": name, "note": note or why, "policy": policy}
+            )
             if refused is not None:
                 error = _refusal(build(), refused)
                 record_property("zoo_result", {"refused": str(error)})
@@ -128,7 +132,9 @@ def row(
             if policy == "remat":
                 record_property("zoo_result", _recomputed(build(), tolerance))
             elif policy == "float32":
-                record_property("zoo_result", _compared(build, tolerance, "unfused: its scores take", fused))
+                record_property(
+                    "zoo_result", _compared(build, tolerance, "unfused: its scores take", fused)
+                )
             elif policy == "fused":
                 with mock.patch.multiple(attention, _SMALL_ON_CPU=0, _SHORT_ON_CPU=0):
                     result = _compared(build, tolerance, "fused: blockwise")
@@ -148,7 +154,11 @@ def is_legacy(model: Any) -> bool:
 
 
 def _variables(model: Any) -> list[Any]:
-    seeds = [] if is_legacy(model) else [g.state for layer in model._flatten_layers() for g in layer._seed_generators]
+    seeds = (
+        []
+        if is_legacy(model)
+        else [g.state for layer in model._flatten_layers() for g in layer._seed_generators]
+    )
     own = [] if is_legacy(model) else model.metrics_variables
     return list({id(v): v for v in (*model.variables, *seeds, *own)}.values())
 
@@ -177,7 +187,11 @@ def _optimizer(case: Case) -> Any:
 
 
 def _rows(case: Case) -> int:
-    first = case.x if isinstance(case.x, list) and case.x and isinstance(case.x[0], str) else tf.nest.flatten(case.x)[0]
+    first = (
+        case.x
+        if isinstance(case.x, list) and case.x and isinstance(case.x[0], str)
+        else tf.nest.flatten(case.x)[0]
+    )
     return len(first)
 
 
@@ -189,8 +203,15 @@ def _build(case: Case) -> None:
 
 def _theirs(case: Case) -> dict[str, float]:
     model = case.model
-    options = {name: getattr(case, name) for name in ("loss", "metrics", "weighted_metrics", "loss_weights")}
-    if case.loss is None and getattr(model, "compiled", False) and type(model).compile is keras.Model.compile:
+    options = {
+        name: getattr(case, name)
+        for name in ("loss", "metrics", "weighted_metrics", "loss_weights")
+    }
+    if (
+        case.loss is None
+        and getattr(model, "compiled", False)
+        and type(model).compile is keras.Model.compile
+    ):
         options["loss"] = model.loss
     # What is left out is the model's own choice, where its class overrides `compile`.
     options = {name: value for name, value in options.items() if value is not None}
@@ -199,7 +220,14 @@ def _theirs(case: Case) -> dict[str, float]:
         return _theirs_by_micro_batch(case)
     weights = {} if case.sample_weight is None else {"sample_weight": case.sample_weight}
     history = model.fit(
-        case.x, case.y, batch_size=_rows(case), epochs=1, shuffle=False, verbose=0, **weights, **case.fit
+        case.x,
+        case.y,
+        batch_size=_rows(case),
+        epochs=1,
+        shuffle=False,
+        verbose=0,
+        **weights,
+        **case.fit,
     )
     return _last(history)
 
@@ -221,19 +249,27 @@ def _theirs_by_micro_batch(case: Case) -> dict[str, float]:
         with tf.GradientTape() as tape:
             y_pred = model(x, training=True)
             loss = model.compute_loss(x, y, y_pred, weight)
-            scaled = model.optimizer.scale_loss(loss) if hasattr(model.optimizer, "scale_loss") else loss
+            scaled = (
+                model.optimizer.scale_loss(loss) if hasattr(model.optimizer, "scale_loss") else loss
+            )
         raw = [v.value if isinstance(v, keras.Variable) else v for v in variables]
         return loss, tape.gradient(scaled, raw)
 
     for i in range(case.micro_batches):
         cut = slice(i * size, (i + 1) * size)
         x, y, weight = (
-            None if nest is None else tf.nest.map_structure(lambda a, s=cut: tf.convert_to_tensor(a[s]), nest)
+            None
+            if nest is None
+            else tf.nest.map_structure(lambda a, s=cut: tf.convert_to_tensor(a[s]), nest)
             for nest in (case.x, case.y, case.sample_weight)
         )
         loss, parts = gradients(x, y, weight)
         parts = [None if g is None else tf.convert_to_tensor(g) / case.micro_batches for g in parts]
-        total = parts if total is None else [a if b is None else a + b for a, b in zip(total, parts, strict=True)]
+        total = (
+            parts
+            if total is None
+            else [a if b is None else a + b for a, b in zip(total, parts, strict=True)]
+        )
         mean += float(loss) / case.micro_batches
     pairs = [(g, v) for g, v in zip(total, variables, strict=True) if g is not None]
     model.optimizer.apply_gradients(pairs)
@@ -267,7 +303,9 @@ def _ours(case: Case) -> dict[str, float]:
     return _last(history)
 
 
-def _run_both(what: Case | Steps) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray], dict, dict, float]:
+def _run_both(
+    what: Case | Steps,
+) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray], dict, dict, float]:
     if isinstance(what, Case):
         _build(what)
         held = _variables(what.model)
@@ -288,11 +326,15 @@ def _run_both(what: Case | Steps) -> tuple[list[np.ndarray], list[np.ndarray], l
     return before, after_theirs, _values(trained), their_logs, our_logs, seconds
 
 
-def weight_error(before: Sequence[np.ndarray], theirs: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> float:
-    """The largest difference of a weight, beyond its last bit, relative to its variable's update; a variable whose
-    update is below a thousandth of the largest is measured by that.
+def weight_error(
+    before: Sequence[np.ndarray], theirs: Sequence[np.ndarray], ours: Sequence[np.ndarray]
+) -> float:
+    """The largest difference of a weight, beyond its last bit, relative to its variable's update; a
+    variable whose update is below a thousandth of the largest is measured by that.
     """
-    updates = [float(np.max(np.abs(b - a), initial=0.0)) for a, b in zip(before, theirs, strict=True)]
+    updates = [
+        float(np.max(np.abs(b - a), initial=0.0)) for a, b in zip(before, theirs, strict=True)
+    ]
     floor = 1e-3 * max(updates)
     assert floor > 0, "the model's own step moved nothing"
     errors = []
@@ -303,31 +345,47 @@ def weight_error(before: Sequence[np.ndarray], theirs: Sequence[np.ndarray], our
     return max(errors)
 
 
-def _compared(build: Callable[[], Case | Steps], tolerance: float, way: str, attends: bool = True) -> dict[str, Any]:
-    """Our step beside Keras's; whether a layer's attention is computed in this way must be what `attends` says."""
+def _compared(
+    build: Callable[[], Case | Steps], tolerance: float, way: str, attends: bool = True
+) -> dict[str, Any]:
+    """Our step beside Keras's; whether a layer's attention is computed in this way must be what
+    `attends` says.
+    """
     what = build()
     before, theirs, ours, their_logs, our_logs, seconds = _run_both(what)
     choices = what.attention if isinstance(what, Case) else {}
-    assert any(way in choice for choice in choices.values()) == attends, f"{way!r} is {not attends} of {choices}"
+    assert any(way in choice for choice in choices.values()) == attends, (
+        f"{way!r} is {not attends} of {choices}"
+    )
     if isinstance(what, Case) and what.magnifies:
         exact = _exact_update(build, before)
         own_error, error = _distance(theirs, exact), _distance(ours, exact)
-        assert error <= 1.05 * own_error, f"{error / own_error:.2f} of Keras's distance from float64"
+        assert error <= 1.05 * own_error, (
+            f"{error / own_error:.2f} of Keras's distance from float64"
+        )
     error = weight_error(before, theirs, ours)
-    assert error <= tolerance, f"weights differ by {error:.1e} of their update; Keras {their_logs}, ours {our_logs}"
+    assert error <= tolerance, (
+        f"weights differ by {error:.1e} of their update; Keras {their_logs}, ours {our_logs}"
+    )
     if isinstance(what, Steps) or what.compare_logs:
         shared = their_logs if isinstance(what, Case) else set(their_logs) & set(our_logs)
         missing = set(shared) - set(our_logs)
-        assert not missing, f"logs that Keras has and ours lack: {sorted(missing)}; ours has {sorted(our_logs)}"
+        assert not missing, (
+            f"logs that Keras has and ours lack: {sorted(missing)}; ours has {sorted(our_logs)}"
+        )
         for name in shared:
-            assert our_logs[name] == pytest.approx(their_logs[name], rel=max(tolerance, 1e-5), abs=1e-6), name
+            assert our_logs[name] == pytest.approx(
+                their_logs[name], rel=max(tolerance, 1e-5), abs=1e-6
+            ), name
     size = sum(int(np.prod(v.shape)) for v in before)
     by_hand = isinstance(what, Steps) and what.by_train_step
     return {"error": error, "seconds": seconds, "parameters": size, "by_train_step": by_hand}
 
 
 def _exact_update(build: Callable[[], Case], before: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The trained weights after Keras's step in float64, from these before it; nothing else is random."""
+    """The trained weights after Keras's step in float64, from these before it; nothing else is
+    random.
+    """
     keras.config.set_floatx("float64")
     _set_policy("float64")
     try:
@@ -385,7 +443,9 @@ def _compared_mixed(build: Callable[[], Case | Steps], policy: str) -> dict[str,
 
 
 def _distance(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
-    return float(np.sqrt(sum(np.sum((x.astype(np.float64) - y) ** 2) for x, y in zip(a, b, strict=True))))
+    return float(
+        np.sqrt(sum(np.sum((x.astype(np.float64) - y) ** 2) for x, y in zip(a, b, strict=True)))
+    )
 
 
 def _set_policy(policy: str) -> None:
@@ -399,7 +459,8 @@ def _set_policy(policy: str) -> None:
 
 def _refusal(what: Case | Steps, match: str) -> Exception:
     if isinstance(what, Case):
-        with contextlib.suppress(Exception):  # what cannot be called outside of fit has no weights to compare
+        # what cannot be called outside of fit has no weights to compare
+        with contextlib.suppress(Exception):
             _build(what)
     before = _values(_trainable(what))
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=match) as raised:

@@ -1,4 +1,6 @@
-"""Gradients that a stack of layers adds to a step's accumulators itself: the same sums as plain autodiff's."""
+"""Gradients that a stack of layers adds to a step's accumulators itself: the same sums as plain
+autodiff's.
+"""
 
 import keras
 import numpy as np
@@ -57,7 +59,14 @@ def scaled_on_its_way(stack, x):
 
 
 # And how many of two accumulators the kernel adds to.
-FORMS = {once: 2, in_float16: 2, twice: 2, also_read_by_the_loss: 2, in_a_branch: 0, scaled_on_its_way: 0}
+FORMS = {
+    once: 2,
+    in_float16: 2,
+    twice: 2,
+    also_read_by_the_loss: 2,
+    in_a_branch: 0,
+    scaled_on_its_way: 0,
+}
 
 
 def trained(implementation):
@@ -74,13 +83,18 @@ def trained(implementation):
 
     def loss(x):
         outputs = [form(stack, tf.cast(x, stack.compute_dtype)) for form, stack in stacks.items()]
-        return tf.add_n([tf.reduce_sum(tf.cast(y, tf.float32) ** 2) for y in outputs]), float(len(x))
+        return tf.add_n([tf.reduce_sum(tf.cast(y, tf.float32) ** 2) for y in outputs]), float(
+            len(x)
+        )
 
     weights = [weight for stack in stacks.values() for weight in stack.trainable_variables]
     step = fa.TrainStep(loss, weights, keras.optimizers.SGD(0.1), loss_scale=8.0)
     x = np.random.default_rng(0).normal(size=(K, B, D)).astype("float32")
     step(x)
-    return {form: [weight.numpy() for weight in stack.trainable_variables] for form, stack in stacks.items()}
+    return {
+        form: [weight.numpy() for weight in stack.trainable_variables]
+        for form, stack in stacks.items()
+    }
 
 
 def test_a_step_is_that_of_plain_autodiff(monkeypatch):
@@ -96,7 +110,9 @@ def test_a_step_is_that_of_plain_autodiff(monkeypatch):
     for form in FORMS:
         tolerance = 1e-3 if form is in_float16 else 1e-5
         for mine, expected in zip(ours[form], theirs[form], strict=True):
-            np.testing.assert_allclose(mine, expected, rtol=tolerance, atol=tolerance, err_msg=form.__name__)
+            np.testing.assert_allclose(
+                mine, expected, rtol=tolerance, atol=tolerance, err_msg=form.__name__
+            )
 
 
 @pytest.mark.parametrize("added", range(3))
@@ -109,4 +125,6 @@ def test_of_several_terms_all_but_the_one_that_a_kernel_adds_are_left_to_add(add
             with_it = total + terms[added]
             accumulator_of(variable).note(terms[added], with_it)
         found, left = accumulators.with_added(tf.add_n(terms))
-    assert found is with_it and [*map(id, left)] == [id(t) for i, t in enumerate(terms) if i != added]
+    assert found is with_it and [*map(id, left)] == [
+        id(t) for i, t in enumerate(terms) if i != added
+    ]

@@ -1,4 +1,6 @@
-"""Attention against float64, next to the unfused expression of the same precision; and its program."""
+"""Attention against float64, next to the unfused expression of the same precision; and its
+program.
+"""
 
 import functools
 import json
@@ -20,14 +22,23 @@ from fastaccum.step.program import Program
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
 
 
-def make(dtype="float32", batch=2, time=37, keys=None, heads=4, groups=2, width=9, segments=None, seed=0):
+def make(
+    dtype="float32", batch=2, time=37, keys=None, heads=4, groups=2, width=9, segments=None, seed=0
+):
     """query, key, value, the output's cotangent, and segment ids [B, T] and [B, S] (or None)."""
     rng = np.random.default_rng(seed)
     keys = keys or time
-    shapes = [(batch, time, heads, width), (batch, keys, groups, width), (batch, keys, groups, width)]
+    shapes = [
+        (batch, time, heads, width),
+        (batch, keys, groups, width),
+        (batch, keys, groups, width),
+    ]
     tensors = [tf.constant(rng.normal(size=shape), dtype) for shape in [*shapes, shapes[0]]]
     if segments:
-        segments = tuple(np.sort(rng.integers(0, segments, (batch, length))).astype("int32") for length in (time, keys))
+        segments = tuple(
+            np.sort(rng.integers(0, segments, (batch, length))).astype("int32")
+            for length in (time, keys)
+        )
     return tensors, segments
 
 
@@ -45,8 +56,19 @@ def outcome(tensors, jit_compile=True, **options):
     return run(*tensors)
 
 
-def truth(tensors, causal=False, scale=None, segment_ids=None, window=None, soft_cap=None, factor=1.0, **of_gradient):
-    """The same by hand in float64; `factor` [B, H, T, S] is what dropout multiplies the weights with."""
+def truth(
+    tensors,
+    causal=False,
+    scale=None,
+    segment_ids=None,
+    window=None,
+    soft_cap=None,
+    factor=1.0,
+    **of_gradient,
+):
+    """The same by hand in float64; `factor` [B, H, T, S] is what dropout multiplies the weights
+    with.
+    """
     factor_of_gradient = of_gradient.get("factor_of_gradient", factor)
     q, k, v, g = (t.numpy().astype("float64") for t in tensors)
     (_, time, heads, width), (_, keys, groups, _) = q.shape, k.shape
@@ -56,7 +78,9 @@ def truth(tensors, causal=False, scale=None, segment_ids=None, window=None, soft
     if causal:
         seen = seen & (np.arange(keys)[None, :] <= np.arange(time)[:, None] + keys - time)
     if window is not None:
-        seen = seen & (np.abs(np.arange(keys)[None, :] - np.arange(time)[:, None] - keys + time) < window)
+        seen = seen & (
+            np.abs(np.arange(keys)[None, :] - np.arange(time)[:, None] - keys + time) < window
+        )
     if segment_ids is not None:
         seen = seen & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])
     scores, slope = np.einsum("bthk,bshk->bhts", q, k) * scale, 1.0
@@ -67,19 +91,33 @@ def truth(tensors, causal=False, scale=None, segment_ids=None, window=None, soft
     weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
     dweights = factor_of_gradient * np.einsum("bthk,bshk->bhts", g, v)
     dscores = slope * weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
-    dk, dv = np.einsum("bhts,bthk->bshk", dscores, q), np.einsum("bhts,bthk->bshk", factor_of_gradient * weights, g)
+    dk, dv = (
+        np.einsum("bhts,bthk->bshk", dscores, q),
+        np.einsum("bhts,bthk->bshk", factor_of_gradient * weights, g),
+    )
     dk, dv = (t.reshape(*t.shape[:2], groups, -1, width).sum(3) for t in (dk, dv))
-    return np.einsum("bhts,bshk->bthk", factor * weights, v), np.einsum("bhts,bshk->bthk", dscores, k), dk, dv
+    return (
+        np.einsum("bhts,bshk->bthk", factor * weights, v),
+        np.einsum("bhts,bshk->bthk", dscores, k),
+        dk,
+        dv,
+    )
 
 
 def assert_as_exact(got, reference, exact, tolerance):
-    """Each element errs at most as far as the unfused expression of the same precision, and a tolerance."""
-    for name, a, b, c in zip(("output", "dquery", "dkey", "dvalue"), got, reference, exact, strict=True):
+    """Each element errs at most as far as the unfused expression of the same precision, and a
+    tolerance.
+    """
+    for name, a, b, c in zip(
+        ("output", "dquery", "dkey", "dvalue"), got, reference, exact, strict=True
+    ):
         assert a.dtype == b.dtype and a.shape == b.shape
         error, allowed = (np.abs(t.numpy().astype("float64") - c) for t in (a, b))
         excess = error - allowed - tolerance * np.maximum(1, np.abs(c))
         worst = np.unravel_index(np.argmax(excess), excess.shape)
-        assert excess[worst] <= 0, f"{name}{list(worst)}: {a.numpy()[worst]}, reference {b.numpy()[worst]}, {c[worst]}"
+        assert excess[worst] <= 0, (
+            f"{name}{list(worst)}: {a.numpy()[worst]}, reference {b.numpy()[worst]}, {c[worst]}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -94,12 +132,17 @@ def assert_as_exact(got, reference, exact, tolerance):
 def test_as_exact_as_the_reference(dtype, causal):
     tensors, segment_ids = make(dtype, segments=3)
     options = {"causal": causal, "segment_ids": segment_ids}
-    reference, exact = outcome(tensors, False, implementation="reference", **options), truth(tensors, **options)
+    reference, exact = (
+        outcome(tensors, False, implementation="reference", **options),
+        truth(tensors, **options),
+    )
     got = outcome(tensors, block_size=20, implementation="blockwise", **options)
     assert_as_exact(got, reference, exact, TOLERANCES[dtype])
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(
     time=st.integers(1, 40),
     keys=st.integers(1, 40),
@@ -114,15 +157,33 @@ def test_as_exact_as_the_reference(dtype, causal):
     jit_compile=st.sampled_from([True, False, None]),
 )
 def test_any_shape(
-    time, keys, groups, per_group, block_size, causal, segments, window, soft_cap, implementation, jit_compile
+    time,
+    keys,
+    groups,
+    per_group,
+    block_size,
+    causal,
+    segments,
+    window,
+    soft_cap,
+    implementation,
+    jit_compile,
 ):
     if time * keys > 25 * block_size**2:
         block_size = 8  # an eager loop over hundreds of blocks is slow
     tensors, segment_ids = make(
         time=time, keys=keys, heads=groups * per_group, groups=groups, width=5, segments=segments
     )
-    options = {"causal": causal, "segment_ids": segment_ids, "scale": 0.7, "window": window, "soft_cap": soft_cap}
-    got = outcome(tensors, jit_compile, block_size=block_size, implementation=implementation, **options)
+    options = {
+        "causal": causal,
+        "segment_ids": segment_ids,
+        "scale": 0.7,
+        "window": window,
+        "soft_cap": soft_cap,
+    }
+    got = outcome(
+        tensors, jit_compile, block_size=block_size, implementation=implementation, **options
+    )
     for a, b in zip(got, truth(tensors, **options), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
@@ -132,20 +193,26 @@ def test_a_window_off_by_one_and_a_cap_that_is_dropped_are_seen(wrong):
     tensors, _ = make()
     options = {"causal": True, "window": 7, "soft_cap": 1.5}
     got = outcome(tensors, block_size=8, implementation="blockwise", **options)
-    for a, b, c in zip(got, truth(tensors, **options), truth(tensors, **options | wrong), strict=True):
+    for a, b, c in zip(
+        got, truth(tensors, **options), truth(tensors, **options | wrong), strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=2e-5)
         assert np.abs(a - c).max() > 0.01
 
 
 def test_a_query_that_sees_nothing_gets_zero_and_moves_nothing():
-    """More queries than keys, ends aligned: the first 20 see none. And a segment that no key has."""
+    """More queries than keys, ends aligned: the first 20 see none. And a segment that no key
+    has.
+    """
     tensors, _ = make(time=37, keys=17)
     for options in (
         {"causal": True},
         {"segment_ids": (np.repeat([[0, 1]], 2, 0).repeat([20, 17], 1), np.ones((2, 17), int))},
     ):
         for implementation in ("blockwise", "reference"):
-            output, dquery, *others = outcome(tensors, False, block_size=8, implementation=implementation, **options)
+            output, dquery, *others = outcome(
+                tensors, False, block_size=8, implementation=implementation, **options
+            )
             assert not output[:, :20].numpy().any() and not dquery[:, :20].numpy().any()
             assert output[:, 20:].numpy().all()
             assert all(np.isfinite(t).all() for t in others)
@@ -162,10 +229,14 @@ def test_a_wrong_mask_is_seen():
 
 
 def drawn(rate, seed, batch=2, time=37, heads=4, implementation="blockwise"):
-    """What dropout multiplies the weights with, [B, H, T, S]: read off outputs for equal scores and unit values."""
+    """What dropout multiplies the weights with, [B, H, T, S]: read off outputs for equal scores and
+    unit values.
+    """
     query, key = tf.zeros([batch, time, heads, time]), tf.zeros([batch, time, 1, time])
     value = tf.broadcast_to(tf.eye(time)[:, None], key.shape)
-    output = attention(query, key, value, dropout=rate, seed=seed, implementation=implementation, block_size=64)
+    output = attention(
+        query, key, value, dropout=rate, seed=seed, implementation=implementation, block_size=64
+    )
     return np.transpose(time * output.numpy().astype("float64"), [0, 2, 1, 3])
 
 
@@ -188,8 +259,14 @@ def test_dropout_is_that_of_float64_with_the_same_draw(dtype, segments):
 def test_what_dropout_drops_depends_on_the_seed_alone(block_size, jit_compile):
     tensors, _ = make()
     exact = truth(tensors, factor=drawn(0.3, [5, 7], implementation="reference"))
-    options = {"dropout": 0.3, "seed": tf.constant([5, 7], tf.uint32), "implementation": "blockwise"}
-    for a, b in zip(outcome(tensors, jit_compile, block_size=block_size, **options), exact, strict=True):
+    options = {
+        "dropout": 0.3,
+        "seed": tf.constant([5, 7], tf.uint32),
+        "implementation": "blockwise",
+    }
+    for a, b in zip(
+        outcome(tensors, jit_compile, block_size=block_size, **options), exact, strict=True
+    ):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
@@ -205,7 +282,9 @@ def test_another_draw_for_the_gradient_is_seen():
 
 @pytest.mark.parametrize("rate", [0.1, pytest.param(0.5, marks=pytest.mark.variant)])
 def test_dropout_is_fair_and_independent(rate):
-    """Of rows, heads, queries, keys and successive seeds: means and correlations within 5.5 standard deviations."""
+    """Of rows, heads, queries, keys and successive seeds: means and correlations within 5.5
+    standard deviations.
+    """
     masks = np.stack([drawn(rate, [3, step], time=96) for step in range(4)])  # [steps, B, H, T, S]
     assert np.allclose(np.unique(masks), [0, 1 / (1 - rate)])
     x = (masks - 1) * np.sqrt((1 - rate) / rate)  # of mean 0 and variance 1
@@ -215,7 +294,9 @@ def test_dropout_is_fair_and_independent(rate):
         assert np.abs(x.mean(axes)).max() * count**0.5 < 5.5
     for axis in range(5):
         for lag in {1, x.shape[axis] // 2}:
-            pairs = np.take(x, range(lag, x.shape[axis]), axis) * np.take(x, range(x.shape[axis] - lag), axis)
+            pairs = np.take(x, range(lag, x.shape[axis]), axis) * np.take(
+                x, range(x.shape[axis] - lag), axis
+            )
             assert abs(pairs.mean()) * pairs.size**0.5 < 5.5
     queries = x.reshape(-1, 96) @ x.reshape(-1, 96).T / 96**0.5
     assert abs(queries[np.triu_indices(len(queries), 1)].var() - 1) < 0.02
@@ -223,8 +304,12 @@ def test_dropout_is_fair_and_independent(rate):
 
 def test_scores_beyond_float16_stay_finite():
     tensors, _ = make("float16")
-    tensors = [tensors[0] * 100, tensors[1] * 100, *tensors[2:]]  # scores of about 30,000, some above 65,504
-    scores = np.einsum("bthk,bshk->bhts", *(t.numpy().astype("float32") for t in (tensors[0][:, :, ::2], tensors[1])))
+    # scores of about 30,000, some above 65,504
+    tensors = [tensors[0] * 100, tensors[1] * 100, *tensors[2:]]
+    scores = np.einsum(
+        "bthk,bshk->bhts",
+        *(t.numpy().astype("float32") for t in (tensors[0][:, :, ::2], tensors[1])),
+    )
     assert np.abs(scores).max() > 65504
     for implementation in ("blockwise", "reference"):
         for t in outcome(tensors, False, block_size=20, implementation=implementation):
@@ -236,7 +321,9 @@ def test_a_bad_value_reaches_the_gradients(bad):
     """So that a train step sees it and is skipped."""
     (query, *others), _ = make()
     query = tf.tensor_scatter_nd_update(query, [[0, 5, 0, 0]], [bad])
-    output, dquery, *_ = outcome([query, *others], False, block_size=16, implementation="blockwise", causal=True)
+    output, dquery, *_ = outcome(
+        [query, *others], False, block_size=16, implementation="blockwise", causal=True
+    )
     assert not np.isfinite(output[0, 5, 0]).any() and not np.isfinite(dquery).all()
 
 
@@ -246,13 +333,22 @@ def test_auto_picks_by_the_number_of_scores():
     assert attention_implementation((1, 64, 4, 8), (1, 64, 4, 8), block_size=16) == "blockwise"
     assert attention_implementation((1, None, 4, 8), (1, None, 4, 8)) == "reference"
     tensors, _ = make(time=40)
-    picked, blockwise = (outcome(tensors, False, block_size=16, implementation=i)[0] for i in ("auto", "blockwise"))
+    picked, blockwise = (
+        outcome(tensors, False, block_size=16, implementation=i)[0] for i in ("auto", "blockwise")
+    )
     np.testing.assert_array_equal(picked, blockwise)
 
 
 def program(time, causal=True, block_size=32, implementation="blockwise", **options):
     def run(*tensors):
-        return outcome(tensors, None, causal=causal, block_size=block_size, implementation=implementation, **options)
+        return outcome(
+            tensors,
+            None,
+            causal=causal,
+            block_size=block_size,
+            implementation=implementation,
+            **options,
+        )
 
     return Program(run), make(batch=1, time=time, heads=2, groups=2, width=16)[0]
 
@@ -261,7 +357,9 @@ def program(time, causal=True, block_size=32, implementation="blockwise", **opti
 def test_two_loops_over_the_blocks_that_see_each_other(causal, pairs):
     hlo = compiled.compiler_ir(*_call(program(256, causal)))
     whiles = re.findall(r"= .* while\(.*", hlo)
-    assert [re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1] for line in whiles] == [str(pairs)] * 2
+    assert [re.search(r'known_trip_count":\{"n":"(\d+)"', line)[1] for line in whiles] == [
+        str(pairs)
+    ] * 2
     assert "conditional(" not in hlo
     # Blocks of the running sums, [n, N, q] and [n, N, q, K], are written in place.
     assert _loops_copies(hlo) == []
@@ -277,14 +375,25 @@ def test_blocks_beyond_a_window_are_not_computed():
 
 
 def _loops_copies(hlo):
-    bodies = [computation for computation in hlo.split("\n\n") if re.match(r"%\S*while\S*body", computation)]
+    bodies = [
+        computation
+        for computation in hlo.split("\n\n")
+        if re.match(r"%\S*while\S*body", computation)
+    ]
     assert len(bodies) == 2
-    return [line for body in bodies for line in body.splitlines() if re.search(r"f32\[8,2,32.* copy\(", line)]
+    return [
+        line
+        for body in bodies
+        for line in body.splitlines()
+        if re.search(r"f32\[8,2,32.* copy\(", line)
+    ]
 
 
 def test_memory_is_linear_in_time():
     def temp_bytes(time, implementation):
-        return compiled.memory_analysis(*_call(program(time, implementation=implementation))).temp_bytes
+        return compiled.memory_analysis(
+            *_call(program(time, implementation=implementation))
+        ).temp_bytes
 
     assert temp_bytes(1024, "blockwise") <= 4.3 * temp_bytes(256, "blockwise")
     assert temp_bytes(1024, "reference") > 8 * temp_bytes(256, "reference")
@@ -292,7 +401,9 @@ def test_memory_is_linear_in_time():
 
 @pytest.mark.parametrize(("batch", "block"), [(8, 1024), (64, 512), (1, 2048)])
 def test_on_a_gpu_without_cudnn_blocks_are_as_large_as_memory_allows(batch, block):
-    """In two loops; 512 queries and keys at least, all of 2,048 where their scores take 256 MiB at most."""
+    """In two loops; 512 queries and keys at least, all of 2,048 where their scores take 256 MiB at
+    most.
+    """
     shapes = [tf.TensorSpec([batch, 2048, heads, 64], tf.bfloat16) for heads in (4, 2, 2, 4)]
 
     def run(*tensors):
@@ -308,11 +419,15 @@ def test_on_a_gpu_without_cudnn_blocks_are_as_large_as_memory_allows(batch, bloc
 
 
 def attending(implementation="auto", packed=False, **options):
-    """Output and gradients as one compiled function of query, key, value, cotangent (and segment ids)."""
+    """Output and gradients as one compiled function of query, key, value, cotangent (and segment
+    ids).
+    """
 
     def run(*tensors):
         *tensors, ids = tensors if packed else (*tensors, None)
-        return outcome(tensors, None, scale=0.25, segment_ids=ids, implementation=implementation, **options)
+        return outcome(
+            tensors, None, scale=0.25, segment_ids=ids, implementation=implementation, **options
+        )
 
     return tf.function(run, jit_compile=True, autograph=False)
 
@@ -327,19 +442,24 @@ CUDNN_TAKES = {
 
 @pytest.mark.parametrize("case", CUDNN_TAKES)
 def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
-    """In the calls that JAX makes (see the next test); whether cuDNN takes them, only a device can tell."""
+    """In the calls that JAX makes (see the next test); whether cuDNN takes them, only a device can
+    tell.
+    """
     sizes, options = CUDNN_TAKES[case]
     tensors, segment_ids = make(**{"dtype": "bfloat16", "time": 128, "width": 64} | sizes)
     tensors += [segment_ids[0]] if segment_ids else []
     with h200.as_on_a_gpu():
-        exported = compiled.compiler_ir(attending(**options), *tensors, stage="stablehlo_serialized")
+        exported = compiled.compiler_ir(
+            attending(**options), *tensors, stage="stablehlo_serialized"
+        )
     hlo, memory = h200.compile_for_h200(exported)
     bias = "ScaleBias" if segment_ids else ""
     targets = re.findall(r'custom_call_target="(.*?)"', hlo)
     assert targets == [f"__cudnn$fmha{bias}Softmax", f"__cudnn$fmha{bias}SoftmaxBackward"]
     assert re.findall(r'"mask_type": ?"(\w+)"', hlo) == 2 * ["CAUSAL" if options else "NO_MASK"]
     assert re.findall(r'"fmha_scale": ?([\d.]+)', hlo) == 2 * ["0.25"]
-    # Beside them the mask of packed sequences, once, and nothing: no product, no transposed or copied operand.
+    # Beside them the mask of packed sequences, once, and nothing: no product, no transposed or
+    # copied operand.
     kernels = re.findall(r"^  (?:ROOT )?%\S+ = \S+ ([\w\-]+)\(", hlo.partition("ENTRY")[2], re.M)
     assert set(kernels) <= {"parameter", "bitcast", "get-tuple-element", "fusion"}
     assert kernels.count("fusion") == bool(segment_ids)
@@ -384,11 +504,14 @@ def test_of_a_padded_call_one_output_is_kept():
     hlo, memory = h200.compile_for_h200(exported)
     assert hlo.count("SoftmaxBackward") == layers
     of_one, mask = 2 * math.prod(shape), 2 * 2 * 512**2
-    assert memory.temp_bytes < (2 * layers + 4) * of_one + mask  # inputs and outputs; gradients and workspaces
+    # inputs and outputs; gradients and workspaces
+    assert memory.temp_bytes < (2 * layers + 4) * of_one + mask
 
 
 def compute_as_cudnn(target, operands, results, config):
-    """Computes what cuDNN documents of a call: softmax(scale * query @ key + mask) @ value, and its gradients."""
+    """Computes what cuDNN documents of a call: softmax(scale * query @ key + mask) @ value, and its
+    gradients.
+    """
     options = config["cudnn_fmha_backend_config"]
     inputs, backward = operands[:3], target.endswith("Backward")
     mask = operands[5 if backward else 3] if "Bias" in target else 0
@@ -398,14 +521,19 @@ def compute_as_cudnn(target, operands, results, config):
     key, value = (tf.repeat(each, per_group, 2) for each in (key, value))
     scale = options["fmha_scale"]
     scores = tf.einsum("bthk,bshk->bhts", query, key) * scale
-    causal = tf.linalg.band_part(tf.ones(scores.shape[-2:]), -1, 0 if options["mask_type"] == "CAUSAL" else -1)
+    causal = tf.linalg.band_part(
+        tf.ones(scores.shape[-2:]), -1, 0 if options["mask_type"] == "CAUSAL" else -1
+    )
     scores = tf.where(causal > 0, scores + tf.cast(mask, tf.float32), -1e38)
     if not backward:
         weights = tf.cast(tf.nn.softmax(scores), inputs[0].dtype)
         output = tf.einsum("bhts,bshk->bthk", tf.cast(weights, tf.float32), value)
         return [tf.cast(output, inputs[0].dtype), tf.reduce_logsumexp(scores, -1)]
     # As FlashAttention does, from the log-sum-exp and the output that it is given.
-    lse, doutput, output = operands[3], *(tf.cast(each, tf.float32) for each in (operands[4], operands[-1]))
+    lse, doutput, output = (
+        operands[3],
+        *(tf.cast(each, tf.float32) for each in (operands[4], operands[-1])),
+    )
     weights = tf.exp(scores - lse[..., None])
     delta = tf.einsum("bthk,bthk->bht", doutput, output)
     dscores = scale * weights * (tf.einsum("bthk,bshk->bhts", doutput, value) - delta[..., None])
@@ -414,36 +542,54 @@ def compute_as_cudnn(target, operands, results, config):
         tf.einsum("bhts,bthk->bshk", dscores, query),
         tf.einsum("bhts,bthk->bshk", weights, doutput),
     ]
-    of_groups = [tf.reduce_sum(tf.reshape(t, [*t.shape[:2], -1, per_group, t.shape[3]]), 3) for t in found[1:]]
+    of_groups = [
+        tf.reduce_sum(tf.reshape(t, [*t.shape[:2], -1, per_group, t.shape[3]]), 3)
+        for t in found[1:]
+    ]
     return [tf.cast(t, inputs[0].dtype) for t in (found[0], *of_groups)]
 
 
-@pytest.mark.parametrize("form", [{}, {"causal": True}, {"segments": 3}, {"causal": True, "segments": 3}], ids=str)
+@pytest.mark.parametrize(
+    "form", [{}, {"causal": True}, {"segments": 3}, {"causal": True, "segments": 3}], ids=str
+)
 @pytest.mark.parametrize(("dtype", "allowed"), [("float16", 6e-3), ("bfloat16", 5e-2)])
 def test_dropout_as_two_calls_of_cudnns(monkeypatch, form, dtype, allowed):
-    """The same weights are dropped as by the unfused expression; by one call alone their sum would be another."""
+    """The same weights are dropped as by the unfused expression; by one call alone their sum would
+    be another.
+    """
     monkeypatch.setattr(cudnn_attention, "_call", compute_as_cudnn)
     tensors, (ids, _) = make(dtype, time=38, width=16, segments=form.get("segments", 1))
     options = {"causal": form.get("causal", False), "dropout": 0.3, "seed": [4, 5]}
-    options["segment_ids"] = (ids, np.roll(np.minimum(ids, 1), 5, 1)) if "segments" in form else None
+    options["segment_ids"] = (
+        (ids, np.roll(np.minimum(ids, 1), 5, 1)) if "segments" in form else None
+    )
 
     def results(implementation, dtype):
         with h200.as_on_a_gpu():
-            return outcome([tf.cast(t, dtype) for t in tensors], implementation=implementation, **options)
+            return outcome(
+                [tf.cast(t, dtype) for t in tensors], implementation=implementation, **options
+            )
 
     fused, exact = results("cudnn", dtype), results("reference", "float32")
     half = results("reference", dtype)
     for got, unfused, expected in zip(fused, half, exact, strict=True):
         np.testing.assert_allclose(tf.cast(got, tf.float32), expected, atol=allowed)
-        error, error_unfused = (np.abs(tf.cast(t, tf.float32) - expected).max() for t in (got, unfused))
+        error, error_unfused = (
+            np.abs(tf.cast(t, tf.float32) - expected).max() for t in (got, unfused)
+        )
         assert error <= 2.5 * error_unfused + allowed / 10
     monkeypatch.setattr(cudnn_attention, "_scaled", lambda t, *_: t)  # negative control
     wrong = zip(results("cudnn", dtype), exact, strict=True)
-    assert max(np.abs(tf.cast(got, tf.float32) - expected).max() for got, expected in wrong) > 5 * allowed
+    assert (
+        max(np.abs(tf.cast(got, tf.float32) - expected).max() for got, expected in wrong)
+        > 5 * allowed
+    )
 
 
 def test_a_row_whose_keys_are_all_dropped_passes_nothing_on(monkeypatch):
-    """Its log-sum-exp is that of the mask alone: a kernel that rounds it otherwise would get an infinite weight."""
+    """Its log-sum-exp is that of the mask alone: a kernel that rounds it otherwise would get an
+    infinite weight.
+    """
 
     def compute(target, operands, results, config):
         if target.endswith("Backward"):
@@ -472,21 +618,27 @@ def test_what_dropout_keeps_is_drawn_again_on_the_way_back():
     with h200.as_on_a_gpu():
         specs = tf.TensorSpec(shape, tf.bfloat16), tf.TensorSpec([2], tf.int32)
         compiled_step = tf.function(step, jit_compile=True, autograph=False)
-        hlo, memory = h200.compile_for_h200(compiled.compiler_ir(compiled_step, *specs, stage="stablehlo_serialized"))
+        hlo, memory = h200.compile_for_h200(
+            compiled.compiler_ir(compiled_step, *specs, stage="stablehlo_serialized")
+        )
     assert hlo.count("fmhaScaleBiasSoftmaxBackward") == hlo.count("fmhaSoftmaxBackward") == layers
     assert memory.temp_bytes < 5 * mask
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_in_cudnns_mask(monkeypatch, causal):
-    """A query that sees nothing gets 0 and passes no gradient on; cuDNN by itself would return a mean."""
+    """A query that sees nothing gets 0 and passes no gradient on; cuDNN by itself would return a
+    mean.
+    """
     monkeypatch.setattr(cudnn_attention, "_call", compute_as_cudnn)
     tensors, (ids, _) = make("float16", time=38, width=16, segments=3)
     pair, results = (ids, np.roll(np.minimum(ids, 1), 5, 1)), []
     for dtype, implementation in (("float16", "cudnn"), ("float32", "reference")):
         with h200.as_on_a_gpu():
             inputs = [tf.cast(each, dtype) for each in tensors]
-            results.append(outcome(inputs, causal=causal, segment_ids=pair, implementation=implementation))
+            results.append(
+                outcome(inputs, causal=causal, segment_ids=pair, implementation=implementation)
+            )
     sees = (ids[:, :, None] == pair[1][:, None]) & (np.tri(38, dtype=bool) | (not causal))
     assert 0 < sees.any(2).mean() < 1
     for fused, exact in zip(*results, strict=True):
@@ -495,7 +647,9 @@ def test_padding_in_cudnns_mask(monkeypatch, causal):
 
 @pytest.mark.golden
 def test_cudnns_calls_are_jaxs():
-    """Operands, results, their layouts and what XLA reads beside them. JAX also asks for the mask's gradient."""
+    """Operands, results, their layouts and what XLA reads beside them. JAX also asks for the mask's
+    gradient.
+    """
     jax = pytest.importorskip("jax")
     pytest.importorskip("optax")
     from benchmarks.h200 import jax_cudnn
@@ -505,7 +659,10 @@ def test_cudnns_calls_are_jaxs():
         tensors += [segment_ids[0]] if segment_ids else []
 
         attend = functools.partial(
-            jax.nn.dot_product_attention, scale=0.25, is_causal="causal" in options, implementation="cudnn"
+            jax.nn.dot_product_attention,
+            scale=0.25,
+            is_causal="causal" in options,
+            implementation="cudnn",
         )
 
         def theirs(query, key, value, cotangent, *ids, attend=attend):
@@ -517,7 +674,9 @@ def test_cudnns_calls_are_jaxs():
         with jax_cudnn.cudnn_of_the_described_gpu():
             lowered = jax.jit(theirs).trace(*shapes).lower(lowering_platforms=("cuda",))
         with h200.as_on_a_gpu():
-            exported = compiled.compiler_ir(attending(**options), *tensors, stage="stablehlo_serialized")
+            exported = compiled.compiler_ir(
+                attending(**options), *tensors, stage="stablehlo_serialized"
+            )
         ours, of_jax = (_cudnn_calls(module) for module in (exported, lowered.as_text()))
         assert len(ours) == 2 and ours == of_jax
 
@@ -528,12 +687,17 @@ def _cudnn_calls(module):
     for line in hlo.splitlines():
         if "__cudnn$fmha" in line:
             types, target, layouts = re.search(
-                r"= \((.*?)\) custom-call\(.*?(__cudnn\$\w+).*?operand_layout_constraints=\{(.*?\})\}", line
+                r"= \((.*?)\) custom-call\(.*?(__cudnn\$\w+).*?operand_layout_constraints=\{(.*?\})\}",
+                line,
             ).groups()
             types = types.replace(" bf16[1,1,128,128]{3,2,1,0},", "")  # of a mask
-            config = json.loads(re.search(r"backend_config=(\{.*\})$", line)[1])["cudnn_fmha_backend_config"]
+            config = json.loads(re.search(r"backend_config=(\{.*\})$", line)[1])[
+                "cudnn_fmha_backend_config"
+            ]
             scores = config.pop("intermediate_tensor_shape")
-            calls.append((target, types, layouts, scores["dimensions"], scores["element_type"], config))
+            calls.append(
+                (target, types, layouts, scores["dimensions"], scores["element_type"], config)
+            )
     return calls
 
 
@@ -546,19 +710,30 @@ def _cudnn_calls(module):
         ({"keys": 50}, "37 queries and 50 keys: there must be as many"),
         ({"segments": 2}, "packed sequences or dropout over 37 tokens: their number must be even"),
         ({"dropout": 0.1}, "packed sequences or dropout over 37 tokens: their number must be even"),
-        ({"dropout": 0.1, "keys": 50, "causal": False}, "37 queries and 50 keys: .* or with dropout"),
+        (
+            {"dropout": 0.1, "keys": 50, "causal": False},
+            "37 queries and 50 keys: .* or with dropout",
+        ),
     ],
 )
 def test_what_cudnn_does_not_take_is_named_and_left_to_the_others_by_auto(sizes, message):
     options = {key: sizes[key] for key in ("causal", "dropout") if key in sizes}
-    tensors, ids = make(**{"dtype": "float16", "width": 16} | {k: v for k, v in sizes.items() if k not in options})
+    tensors, ids = make(
+        **{"dtype": "float16", "width": 16} | {k: v for k, v in sizes.items() if k not in options}
+    )
 
     def program(implementation):
         def run(*tensors):
-            form = {"causal": True, "segment_ids": ids, "seed": [1, 2] if "dropout" in options else None} | options
+            form = {
+                "causal": True,
+                "segment_ids": ids,
+                "seed": [1, 2] if "dropout" in options else None,
+            } | options
             return attention(*tensors, **form, implementation=implementation)
 
-        return tf.function(run, jit_compile=True, autograph=False).get_concrete_function(*tensors[:3])
+        return tf.function(run, jit_compile=True, autograph=False).get_concrete_function(
+            *tensors[:3]
+        )
 
     with h200.as_on_a_gpu():
         assert not calls_in(program("auto"))
@@ -602,9 +777,14 @@ def test_a_mask_too_large_is_left_to_the_blocks():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_mask_of_packed_sequences_leaves_no_weight_to_others(dtype):
-    """Ids in any order; each query sees the key of its own place at least, and scores are of thousands."""
+    """Ids in any order; each query sees the key of its own place at least, and scores are of
+    thousands.
+    """
     rng = np.random.default_rng(0)
-    ids, scores = rng.integers(0, 3, (2, 16)), rng.normal(size=(2, 4, 16, 16)).astype("float32") * 5000
+    ids, scores = (
+        rng.integers(0, 3, (2, 16)),
+        rng.normal(size=(2, 4, 16, 16)).astype("float32") * 5000,
+    )
     form = Form(1.0, False, (tf.constant(ids), tf.constant(ids)))
     (mask,) = cudnn_attention._masks(form, tf.as_dtype(dtype))
     assert mask.dtype == dtype and mask.shape == [2, 1, 16, 16]
@@ -629,16 +809,26 @@ def test_cudnn_needs_a_gpu_and_xla():
 
 
 def test_where_cudnn_fails_on_the_device_auto_takes_the_next_best_and_says_why_once():
-    """It fails here: this machine's XLA has no such call. In the middle of a trace, with a tape, in a loop."""
+    """It fails here: this machine's XLA has no such call. In the middle of a trace, with a tape, in
+    a loop.
+    """
     tensors, _ = make("bfloat16", time=40, groups=4, width=24)
     step = attending(causal=True, block_size=16)
 
     def in_a_loop(*tensors):
-        return tf.while_loop(lambda i, *_: i < 1, lambda i, *_: [i + 1, *step.python_function(*tensors)], [0, *tensors])
+        return tf.while_loop(
+            lambda i, *_: i < 1,
+            lambda i, *_: [i + 1, *step.python_function(*tensors)],
+            [0, *tensors],
+        )
 
     with h200.as_on_a_gpu(cudnn=None):
-        with pytest.warns(RuntimeWarning, match=r"causal=True.*No registered implementation.*fmhaSoftmax") as warned:
-            traced = tf.function(in_a_loop, jit_compile=True, autograph=False).get_concrete_function(*tensors)
+        with pytest.warns(
+            RuntimeWarning, match=r"causal=True.*No registered implementation.*fmhaSoftmax"
+        ) as warned:
+            traced = tf.function(
+                in_a_loop, jit_compile=True, autograph=False
+            ).get_concrete_function(*tensors)
         step.get_concrete_function(*tensors)
     assert len(warned) == 1 and not calls_in(traced)
     with h200.as_on_a_gpu(cudnn=False):
@@ -654,8 +844,12 @@ def test_where_cudnn_fails_on_the_device_auto_takes_the_next_best_and_says_why_o
         pytest.param("float16", 1, {}, marks=pytest.mark.golden),
     ],
 )
-def test_the_trial_takes_rounding_for_right_and_another_mask_or_scale_for_wrong(dtype, time, wrong, monkeypatch):
-    """The unfused expression of half precision stands in for the kernel of a device that has one, right or wrong."""
+def test_the_trial_takes_rounding_for_right_and_another_mask_or_scale_for_wrong(
+    dtype, time, wrong, monkeypatch
+):
+    """The unfused expression of half precision stands in for the kernel of a device that has one,
+    right or wrong.
+    """
 
     def tried(**wrong):
         def stand_in(query, key, value, form):
@@ -709,7 +903,11 @@ def _call(made):
         ({"segment_ids": np.zeros((2, 7), int)}, ValueError, r"segment_ids of shape \(2, 7\)"),
         ({"segment_ids": np.zeros((2, 8))}, TypeError, "segment_ids have dtype float64"),
         ({"window": 0}, ValueError, "window=0 must be a whole number of at least 1"),
-        ({"soft_cap": -1.0}, ValueError, "soft_cap=-1.0 must be a positive, finite number, or None"),
+        (
+            {"soft_cap": -1.0},
+            ValueError,
+            "soft_cap=-1.0 must be a positive, finite number, or None",
+        ),
         ({"dropout": 1.0}, ValueError, r"dropout=1\.0 must be a number of at least 0 and below 1"),
         ({"dropout": "0.1"}, TypeError, "dropout='0.1'"),
         ({"dropout": 0.1}, ValueError, "must be two integers, which determine what dropout drops"),
@@ -725,7 +923,8 @@ def _call(made):
 def test_bad_input_names_the_culprit(change, error, message):
     shapes = {"query": [2, 8, 4, 4], "key": [2, 8, 2, 4], "value": [2, 8, 2, 4]}
     tensors = [
-        tf.zeros(change.pop(name, shape), change.pop(f"{name}_dtype", "float32")) for name, shape in shapes.items()
+        tf.zeros(change.pop(name, shape), change.pop(f"{name}_dtype", "float32"))
+        for name, shape in shapes.items()
     ]
     with pytest.raises(error, match=message):
         attention(*tensors, **change)

@@ -14,16 +14,41 @@ from fastaccum.kernels.checks import as_tensor, number, shown
 @pytest.mark.parametrize(
     ("check", "arguments", "error", "message"),
     [
-        (number, (-1, "a number of at least 0", lambda v: v >= 0), ValueError, "n=-1 must be a number of at least 0."),
-        (checks.positive, (-1.0, ", or None"), ValueError, "n=-1.0 must be a positive, finite number, or None."),
-        (checks.positive, (1e-50,), ValueError, "n=1e-50 must be a positive, finite number: in float32 it is 0."),
-        (checks.fraction, (1 - 1e-9,), ValueError, "n=0.999999999 must be a number of at least 0 and below 1."),
+        (
+            number,
+            (-1, "a number of at least 0", lambda v: v >= 0),
+            ValueError,
+            "n=-1 must be a number of at least 0.",
+        ),
+        (
+            checks.positive,
+            (-1.0, ", or None"),
+            ValueError,
+            "n=-1.0 must be a positive, finite number, or None.",
+        ),
+        (
+            checks.positive,
+            (1e-50,),
+            ValueError,
+            "n=1e-50 must be a positive, finite number: in float32 it is 0.",
+        ),
+        (
+            checks.fraction,
+            (1 - 1e-9,),
+            ValueError,
+            "n=0.999999999 must be a number of at least 0 and below 1.",
+        ),
         (checks.fraction, (1.5,), ValueError, "n=1.5 must be a number of at least 0 and below 1."),
         (checks.whole_number, (0,), ValueError, "n=0 must be a whole number of at least 1."),
         (checks.whole_number, (2.5,), ValueError, "n=2.5 must be a whole number of at least 1."),
         (checks.whole_number, (True,), TypeError, "n=True must be a whole number of at least 1."),
         (checks.true_or_false, ("batch",), TypeError, "n='batch' must be True or False."),
-        (checks.one_of, ("stop", ("skip", "raise")), ValueError, "n='stop' must be 'skip' or 'raise'."),
+        (
+            checks.one_of,
+            ("stop", ("skip", "raise")),
+            ValueError,
+            "n='stop' must be 'skip' or 'raise'.",
+        ),
     ],
 )
 def test_an_error_names_argument_value_and_rule(check, arguments, error, message):
@@ -32,13 +57,21 @@ def test_an_error_names_argument_value_and_rule(check, arguments, error, message
 
 
 def test_what_passes_has_its_type():
-    assert [type(v) for v in (checks.whole_number("n", 8.0), checks.positive("n", 1), checks.fraction("n", 0))] == [
+    assert [
+        type(v)
+        for v in (checks.whole_number("n", 8.0), checks.positive("n", 1), checks.fraction("n", 0))
+    ] == [
         int,
         float,
         float,
     ]
-    assert checks.class_weight({0: 1, 2: 5.0}) == {0: 1.0, 2: 5.0} and checks.positive_or_none("n", None) is None
-    with pytest.raises(ValueError, match=r"class_weight=\{0: 1.0, 1: -5.0\} must map .*; 1: -5.0 does not"):
+    assert (
+        checks.class_weight({0: 1, 2: 5.0}) == {0: 1.0, 2: 5.0}
+        and checks.positive_or_none("n", None) is None
+    )
+    with pytest.raises(
+        ValueError, match=r"class_weight=\{0: 1.0, 1: -5.0\} must map .*; 1: -5.0 does not"
+    ):
         checks.class_weight({0: 1.0, 1: -5.0})
     with pytest.raises(ValueError, match=r"none 0 there that is not 0; 1: 1e-46 does not"):
         checks.class_weight({0: 0.0, 1: 1e-46})
@@ -58,7 +91,11 @@ def left():
         ([[1.0], [1.0, 2.0]], TypeError, r"n=\[\[1.0\], \[1.0, 2.0\]\] must be a tensor"),
         (10**400, TypeError, r"n=10{199}\.\.\. must be a tensor"),
         (keras.KerasTensor((2, 3)), TypeError, "n=<KerasTensor .* must be a tensor"),
-        (tf.ragged.constant([[1.0], [1.0, 2.0]]), TypeError, "n=<tf.RaggedTensor .* must be a tensor"),
+        (
+            tf.ragged.constant([[1.0], [1.0, 2.0]]),
+            TypeError,
+            "n=<tf.RaggedTensor .* must be a tensor",
+        ),
         (np.ma.masked_array([1.0, 2.0], [True, False]), TypeError, "n is a masked array"),
         (left(), ValueError, "n=.* is a tensor of a graph that was left"),
     ],
@@ -72,7 +109,12 @@ def test_what_makes_no_tensor_is_named(value, error, message):
 
 def test_a_tensor_of_a_graph_around_this_one_is_taken():
     inner = tf.function(lambda t: t + 1)
-    assert tf.function(lambda t: inner(tf.while_loop(lambda _: False, lambda _: as_tensor("n", t), [t])[0]))(1.0) == 2
+    assert (
+        tf.function(
+            lambda t: inner(tf.while_loop(lambda _: False, lambda _: as_tensor("n", t), [t])[0])
+        )(1.0)
+        == 2
+    )
 
 
 @pytest.mark.parametrize("dtype", [">f4", "<f4", ">i8"])
@@ -88,5 +130,10 @@ def test_a_value_is_shown_whatever_it_is():
         def __repr__(self):
             raise RuntimeError
 
-    assert [shown(v) for v in (10**5000, Broken(), np.float32(2), "a")] == ["<int>", "<Broken>", "2.0", "'a'"]
+    assert [shown(v) for v in (10**5000, Broken(), np.float32(2), "a")] == [
+        "<int>",
+        "<Broken>",
+        "2.0",
+        "'a'",
+    ]
     assert len(shown("a" * 1000)) < 250

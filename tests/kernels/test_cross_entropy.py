@@ -1,4 +1,6 @@
-"""Linear cross-entropy against float64, next to the unfused expression of the same precision; and its program."""
+"""Linear cross-entropy against float64, next to the unfused expression of the same precision; and
+its program.
+"""
 
 import contextlib
 import re
@@ -12,7 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fastaccum.kernels import cross_entropy, logit_chunks, xla_ops
-from fastaccum.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_sum_and_scores
+from fastaccum.kernels.cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_sum_and_scores,
+)
 from fastaccum.step import compiler_ir as compiled
 
 TOLERANCES = {"float32": 5e-4, "float16": 1e-3, "bfloat16": 1e-2}
@@ -21,7 +26,15 @@ CAPPED = {"soft_cap": 1.5, "z_loss": 0.01}
 SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
 
 
-def make(dtype="float32", shape=(TOKENS,), vocabulary=VOCABULARY, width=WIDTH, bias=True, ignored=0.2, seed=0):
+def make(
+    dtype="float32",
+    shape=(TOKENS,),
+    vocabulary=VOCABULARY,
+    width=WIDTH,
+    bias=True,
+    ignored=0.2,
+    seed=0,
+):
     """(hidden, kernel, labels, bias or None), and the losses' cotangent."""
     rng = np.random.default_rng(seed)
     hidden = tf.constant(rng.normal(size=(*shape, width)), dtype)
@@ -47,16 +60,20 @@ def outcome(inputs, cotangent, jit_compile=True, transposed=False, **options):
                     *args, rounded_kernel=rounded, transpose_kernel=transposed, **options
                 )
             else:
-                losses = linear_cross_entropy(hidden, kernel, labels, bias, transpose_kernel=transposed, **options)
+                losses = linear_cross_entropy(
+                    hidden, kernel, labels, bias, transpose_kernel=transposed, **options
+                )
                 total = tf.reduce_sum(losses * cotangent)
-        # The losses are the gradients of their weights. Half of all, doubled: the cotangent of the total is felt.
+        # The losses are the gradients of their weights. Half of all, doubled: the cotangent of the
+        # total is felt.
         gradients = tape.gradient(total, [cotangent, *watched], output_gradients=tf.constant(0.5))
         losses, dhidden, dkernel, *dbias = (2 * g for g in gradients)
         return losses, dhidden, tf.transpose(dkernel) if transposed else dkernel, *dbias
 
     if jit_compile is not None:
         run = tf.function(run, jit_compile=jit_compile, autograph=False)
-    with h200.as_on_a_gpu() if transposed else contextlib.nullcontext():  # a CPU would take the kernel [D, V]
+    # a CPU would take the kernel [D, V]
+    with h200.as_on_a_gpu() if transposed else contextlib.nullcontext():
         return run(*inputs, cotangent)
 
 
@@ -76,7 +93,9 @@ def truth(inputs, cotangent, label_smoothing=0.0, z_loss=0.0, soft_cap=None):
     lse = (high + np.log(np.exp(logits - high).sum(-1, keepdims=True)))[:, 0]
     q = np.eye(k.shape[1])[np.maximum(y, 0)] * (1 - label_smoothing) + label_smoothing / k.shape[1]
     losses = np.where(y == -100, 0.0, lse - (q * logits).sum(-1) + z_loss * lse**2)
-    dlogits = slope * g[:, None] * (np.exp(logits - lse[:, None]) * (1 + 2 * z_loss * lse[:, None]) - q)
+    dlogits = (
+        slope * g[:, None] * (np.exp(logits - lse[:, None]) * (1 + 2 * z_loss * lse[:, None]) - q)
+    )
     gradients = [(dlogits @ k.T).reshape(hidden.shape), h.T @ dlogits]
     return losses.reshape(labels.shape), *gradients, *([] if bias is None else [dlogits.sum(0)])
 
@@ -89,11 +108,20 @@ def assert_as_good(ours, reference, expected, tolerance):
         excess = np.nan_to_num(np.abs(got - want), nan=np.inf) - np.abs(unfused - want)
         worst = np.unravel_index(excess.argmax(), excess.shape)
         assert excess[worst] <= tolerance, (
-            f"{name}{list(map(int, worst))}: {got[worst]}, unfused {unfused[worst]}, truth {want[worst]}"
+            f"{name}{list(map(int, worst))}: {got[worst]}, unfused {unfused[worst]}, truth "
+            f"{want[worst]}"
         )
 
 
-def check(inputs, cotangent, chunk_size, jit_compile=True, implementation="chunked", transposed=False, **options):
+def check(
+    inputs,
+    cotangent,
+    chunk_size,
+    jit_compile=True,
+    implementation="chunked",
+    transposed=False,
+    **options,
+):
     how = {"implementation": implementation, "chunk_size": chunk_size, "transposed": transposed}
     ours = outcome(inputs, cotangent, jit_compile, **how, **options)
     reference = outcome(inputs, cotangent, None, implementation="reference", **options)
@@ -107,7 +135,12 @@ def check(inputs, cotangent, chunk_size, jit_compile=True, implementation="chunk
 
 
 FORMS = {"plain": {}, "smoothed": SMOOTHED, "capped": CAPPED}
-BASIC = {("float32", "plain"), ("float16", "smoothed"), ("bfloat16", "smoothed"), ("bfloat16", "capped")}
+BASIC = {
+    ("float32", "plain"),
+    ("float16", "smoothed"),
+    ("bfloat16", "smoothed"),
+    ("bfloat16", "capped"),
+}
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "one_pass"])
@@ -121,8 +154,15 @@ BASIC = {("float32", "plain"), ("float16", "smoothed"), ("bfloat16", "smoothed")
 )
 def test_losses_and_gradients_are_as_good_as_the_unfused_ones(dtype, implementation, form):
     options = FORMS[form]
-    other = bool(options) == (implementation == "chunked")  # with a bias and a kernel [D, V], or neither
-    check(*make(dtype, bias=other), 100, implementation=implementation, transposed=not other, **options)
+    # with a bias and a kernel [D, V], or neither
+    other = bool(options) == (implementation == "chunked")
+    check(
+        *make(dtype, bias=other),
+        100,
+        implementation=implementation,
+        transposed=not other,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("jit_compile", [None, False], ids=["eager", "graph"])
@@ -137,11 +177,15 @@ def test_it_runs_without_xla(jit_compile):
     width=st.integers(1, 40),
     chunk_size=st.integers(1, 310),
     options=st.sampled_from([{}, SMOOTHED, CAPPED]),
-    how=st.sampled_from([("chunked", False), ("chunked", True), ("one_pass", False), ("one_pass", True)]),
+    how=st.sampled_from(
+        [("chunked", False), ("chunked", True), ("one_pass", False), ("one_pass", True)]
+    ),
 )
 def test_any_shape_and_any_chunk(shape, vocabulary, width, chunk_size, options, how):
     chunk_size = max(chunk_size, vocabulary // 4)  # eager loops: few steps
-    inputs, cotangent = make(shape=shape, vocabulary=vocabulary, width=width, ignored=0.3, seed=vocabulary)
+    inputs, cotangent = make(
+        shape=shape, vocabulary=vocabulary, width=width, ignored=0.3, seed=vocabulary
+    )
     implementation, transposed = how
     how = {"implementation": implementation, "transposed": transposed}
     check(inputs, cotangent, chunk_size, jit_compile=None, **how, **options)
@@ -168,7 +212,9 @@ IMPLEMENTATIONS = ("chunked", "one_pass", "reference")
 def test_all_ignored_is_zero_everywhere():
     inputs, cotangent = make(ignored=1.1)
     for implementation in IMPLEMENTATIONS:
-        for tensor in outcome(inputs, cotangent, False, chunk_size=200, implementation=implementation, **SMOOTHED):
+        for tensor in outcome(
+            inputs, cotangent, False, chunk_size=200, implementation=implementation, **SMOOTHED
+        ):
             assert not tensor.numpy().any()
 
 
@@ -178,7 +224,11 @@ def test_a_label_out_of_range_is_nan_and_so_are_the_gradients(implementation, la
     (hidden, kernel, labels, bias), cotangent = make(shape=(9,), ignored=0.0)
     labels = tf.tensor_scatter_nd_update(labels, [[4]], [label])
     losses, *gradients = outcome(
-        (hidden, kernel, labels, bias), cotangent, None, chunk_size=300, implementation=implementation
+        (hidden, kernel, labels, bias),
+        cotangent,
+        None,
+        chunk_size=300,
+        implementation=implementation,
     )
     assert np.isnan(losses).tolist() == [i == 4 for i in range(9)]
     assert all(np.isnan(g).any() for g in gradients)
@@ -188,18 +238,25 @@ def test_labels_of_any_integer_dtype_and_an_ignored_class_of_the_vocabulary():
     (hidden, kernel, labels, bias), _ = make(shape=(20,), vocabulary=200, ignored=0.0)
     expected = linear_cross_entropy(hidden, kernel, labels, bias)
     for dtype in ("uint8", "int64"):
-        got = linear_cross_entropy(hidden, kernel, tf.cast(labels, dtype), bias, ignore_index=int(labels[3]))
+        got = linear_cross_entropy(
+            hidden, kernel, tf.cast(labels, dtype), bias, ignore_index=int(labels[3])
+        )
         np.testing.assert_array_equal(got, tf.where(labels == labels[3], 0.0, expected))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_large_logits_and_impossible_classes_stay_finite(implementation):
     """Logits past float16's 65504, and a bias of -inf over a whole chunk."""
-    hidden, kernel = tf.fill([3, 64], tf.constant(200.0, tf.float16)), np.zeros((64, 300), "float32")
+    hidden, kernel = (
+        tf.fill([3, 64], tf.constant(200.0, tf.float16)),
+        np.zeros((64, 300), "float32"),
+    )
     kernel[:, 0] = 10.0
     bias = np.where(np.arange(300) < 150, 0.0, -np.inf).astype("float32")
     inputs = hidden, tf.constant(kernel), tf.constant([0, 0, 1]), tf.constant(bias)
-    losses, dhidden, dkernel, dbias = outcome(inputs, tf.ones([3]), None, implementation=implementation, chunk_size=64)
+    losses, dhidden, dkernel, dbias = outcome(
+        inputs, tf.ones([3]), None, implementation=implementation, chunk_size=64
+    )
     np.testing.assert_allclose(losses, [0.0, 0.0, 128000.0])
     assert all(np.isfinite(g).all() for g in (dhidden, dkernel, dbias))
 
@@ -209,7 +266,9 @@ def test_the_weight_gradient_of_float16_is_not_rounded_to_float16():
     hidden, kernel = tf.fill([4096, 1], tf.constant(40.0, tf.float16)), tf.zeros([1, 2])
     inputs = hidden, kernel, tf.zeros([4096], tf.int32), None
     for implementation in IMPLEMENTATIONS:
-        *_, dkernel = outcome(inputs, tf.ones([4096]), False, implementation=implementation, chunk_size=2048)
+        *_, dkernel = outcome(
+            inputs, tf.ones([4096]), False, implementation=implementation, chunk_size=2048
+        )
         np.testing.assert_allclose(dkernel, [[-81920.0, 81920.0]])
 
 
@@ -226,8 +285,13 @@ def test_one_loop_each_way_and_no_logits(dtype):
             options = {"implementation": implementation, "chunk_size": 320}
             return outcome(arguments[:4], arguments[4], jit_compile=None, **options)
 
-        hlo = compiled.compiler_ir(tf.function(step, jit_compile=True, autograph=False), *inputs, cotangent)
-        return hlo, {np.prod([int(d) for d in dims.split(",")]) for dims in re.findall(r"\w+\[([\d,]+)\]", hlo)}
+        hlo = compiled.compiler_ir(
+            tf.function(step, jit_compile=True, autograph=False), *inputs, cotangent
+        )
+        return hlo, {
+            np.prod([int(d) for d in dims.split(",")])
+            for dims in re.findall(r"\w+\[([\d,]+)\]", hlo)
+        }
 
     hlo, sizes = hlo_and_sizes("chunked")
     loops = re.findall(r"^.* while\(.*$", hlo, re.MULTILINE)
@@ -258,16 +322,24 @@ def test_memory_is_that_of_two_chunks_and_does_not_grow_with_the_vocabulary():
 
 
 def test_one_pass_on_a_gpu():
-    """The table as it lies, one loop of three matmuls, few launches, and the kernel's gradient summed in place."""
+    """The table as it lies, one loop of three matmuls, few launches, and the kernel's gradient
+    summed in place.
+    """
     tokens, width, vocabulary = 16384, 1024, 50304
 
     def step(hidden, table, labels, weights):
         with tf.GradientTape() as tape:
             tape.watch([hidden, table])
-            total, _ = linear_cross_entropy_sum_and_scores(hidden, table, labels, weights, transpose_kernel=True)
+            total, _ = linear_cross_entropy_sum_and_scores(
+                hidden, table, labels, weights, transpose_kernel=True
+            )
         return total, *tape.gradient(total, [hidden, table])
 
-    arguments = [((tokens, width), "bfloat16"), ((vocabulary, width), "float32"), ((tokens,), "int32")]
+    arguments = [
+        ((tokens, width), "bfloat16"),
+        ((vocabulary, width), "float32"),
+        ((tokens,), "int32"),
+    ]
     specs = [tf.TensorSpec(*each) for each in (*arguments, ((tokens,), "float32"))]
     with h200.as_on_a_gpu():
         traced = tf.function(step, jit_compile=True, autograph=False)
@@ -276,14 +348,24 @@ def test_one_pass_on_a_gpu():
     program = hlo.Program(text)
     slices = 11
     assert program.count("while") == 1 and not program.unknown_trip_counts
-    matmuls = [v for v in program.values if v.opcode == "dot" or "__cublas$" in v.instruction.attributes]
+    matmuls = [
+        v for v in program.values if v.opcode == "dot" or "__cublas$" in v.instruction.attributes
+    ]
     assert [v.times for v in matmuls] == [slices] * 3
     (gradient,) = program.weight_gradients([(vocabulary, width)])
     assert (gradient.dtype, gradient.added) == ("f32", "epilogue")
     free = ("bitcast", "constant", "get-tuple-element", "parameter")
-    assert len({v.kernel for v in program.values if v.times == slices and v.opcode not in free}) <= 11
-    assert not [v for v in program.values if v.opcode in ("copy", "transpose") and set(v.shape) == {vocabulary, width}]
-    sizes = [np.prod(v.shape) for v in program.values if vocabulary in v.shape and width not in v.shape]
+    assert (
+        len({v.kernel for v in program.values if v.times == slices and v.opcode not in free}) <= 11
+    )
+    assert not [
+        v
+        for v in program.values
+        if v.opcode in ("copy", "transpose") and set(v.shape) == {vocabulary, width}
+    ]
+    sizes = [
+        np.prod(v.shape) for v in program.values if vocabulary in v.shape and width not in v.shape
+    ]
     logits = 4 * tokens * vocabulary
     assert 6 * max(sizes) <= 0.15 * logits  # in float32, and their gradients in bfloat16
     # Beside these the gradient of hidden in float32 and the table in bfloat16.
@@ -291,9 +373,13 @@ def test_one_pass_on_a_gpu():
 
 
 def test_max_and_sum_in_one_read_are_those_of_two():
-    rows = tf.constant([[1.0, -2.0, 90.0], [-np.inf, 3.0, 3.0], [-np.inf, -np.inf, -np.inf], [0.0, np.nan, 1.0]])
+    rows = tf.constant(
+        [[1.0, -2.0, 90.0], [-np.inf, 3.0, 3.0], [-np.inf, -np.inf, -np.inf], [0.0, np.nan, 1.0]]
+    )
     with h200.as_on_a_gpu():
-        row_max, row_sum = tf.function(xla_ops.max_and_exp_sum, jit_compile=True, autograph=False)(rows)
+        row_max, row_sum = tf.function(xla_ops.max_and_exp_sum, jit_compile=True, autograph=False)(
+            rows
+        )
     expected_max, expected_sum = xla_ops.max_and_exp_sum(rows)
     np.testing.assert_array_equal(row_max[:3], expected_max[:3])
     np.testing.assert_array_equal(row_max[:3], [90.0, 3.0, tf.float32.min])
@@ -324,7 +410,10 @@ def test_no_tokens_have_no_losses():
     inputs = tf.zeros([0, 3]), tf.zeros([3, 5]), tf.zeros([0], tf.int32)
     for implementation in ("auto", "chunked", "reference"):
         assert linear_cross_entropy(*inputs, implementation=implementation).shape == [0]
-    assert linear_cross_entropy_sum_and_scores(*inputs, tf.zeros([0]), implementation="one_pass")[0] == 0
+    assert (
+        linear_cross_entropy_sum_and_scores(*inputs, tf.zeros([0]), implementation="one_pass")[0]
+        == 0
+    )
 
 
 GOOD = {"hidden": tf.zeros([4, 3]), "kernel": tf.zeros([3, 5]), "labels": tf.zeros([4], tf.int32)}
@@ -335,11 +424,19 @@ GOOD = {"hidden": tf.zeros([4, 3]), "kernel": tf.zeros([3, 5]), "labels": tf.zer
     [
         ({"labels": tf.zeros([4])}, TypeError, "labels have dtype float32"),
         ({"labels": tf.zeros([4, 1], tf.int32)}, ValueError, r"labels \(4, 1\)"),
-        ({"labels": tf.zeros([3], tf.int32)}, ValueError, r"hidden \(4, 3\), kernel \(3, 5\), labels \(3,\)"),
+        (
+            {"labels": tf.zeros([3], tf.int32)},
+            ValueError,
+            r"hidden \(4, 3\), kernel \(3, 5\), labels \(3,\)",
+        ),
         ({"kernel": tf.zeros([4, 5])}, ValueError, r"kernel \(4, 5\)"),
         ({"kernel": tf.zeros([3, 0])}, ValueError, r"kernel \(3, 0\)"),
         ({"kernel": tf.zeros([3])}, ValueError, r"kernel \(3,\)"),
-        ({"kernel": tf.zeros([3, 5], tf.float16)}, TypeError, "kernel has dtype float16, but hidden float32"),
+        (
+            {"kernel": tf.zeros([3, 5], tf.float16)},
+            TypeError,
+            "kernel has dtype float16, but hidden float32",
+        ),
         ({"hidden": tf.zeros([4, 3], tf.int32)}, TypeError, "hidden has dtype int32"),
         ({"hidden": tf.zeros([4, 3], tf.float64)}, TypeError, "hidden has dtype float64"),
         ({"bias": tf.zeros([3])}, ValueError, r"bias \(3,\)"),
@@ -369,7 +466,9 @@ def test_an_unknown_size_is_named():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_float16_gradients_keep_the_tail_whatever_the_loss_scale(implementation):
-    """A mean over many tokens, unscaled: most gradients of logits lie below float16's smallest number."""
+    """A mean over many tokens, unscaled: most gradients of logits lie below float16's smallest
+    number.
+    """
     inputs, _ = make("float16", shape=(256,), vocabulary=2048, width=16, bias=False, ignored=0.0)
     cotangent = tf.fill([256], 1e-6)
     *_, dkernel = outcome(inputs, cotangent, implementation=implementation, chunk_size=128)
@@ -381,7 +480,11 @@ def test_float16_gradients_keep_the_tail_whatever_the_loss_scale(implementation)
 def test_an_ignored_token_has_no_part_in_the_sum_whatever_it_holds(implementation):
     hidden = tf.constant([[1.0, 2.0], [np.nan, np.inf]])
     total, _ = linear_cross_entropy_sum_and_scores(
-        hidden, tf.zeros([2, 5]), tf.constant([3, -100]), tf.ones([2]), implementation=implementation
+        hidden,
+        tf.zeros([2, 5]),
+        tf.constant([3, -100]),
+        tf.ones([2]),
+        implementation=implementation,
     )
     np.testing.assert_allclose(total, np.log(5), rtol=1e-6)
 
@@ -398,9 +501,12 @@ WAYS = [
 @pytest.mark.parametrize(("implementation", "transposed", "chunk_size"), WAYS)
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.variant)])
 def test_scores_are_those_of_all_logits(dtype, implementation, transposed, chunk_size, jit_compile):
-    """Labels' losses, best columns and ranks, next to the sum and the gradients that are there without scores too."""
+    """Labels' losses, best columns and ranks, next to the sum and the gradients that are there
+    without scores too.
+    """
     (hidden, kernel, labels, bias), weights = make(dtype)
-    kernel, bias = tf.concat([kernel, kernel[:, :9]], 1), tf.concat([bias, bias[:9]], 0)  # equal logits far apart
+    # equal logits far apart
+    kernel, bias = tf.concat([kernel, kernel[:, :9]], 1), tf.concat([bias, bias[:9]], 0)
 
     def run(hidden, kernel, labels, weights, bias, ranks):
         table = tf.transpose(kernel) if transposed else kernel
@@ -422,23 +528,44 @@ def test_scores_are_those_of_all_logits(dtype, implementation, transposed, chunk
         sums, scores = run(hidden, kernel, labels, weights, bias, True)
     assert nothing is None
     for got, expected in zip(sums, plain, strict=True):
-        np.testing.assert_allclose(*(tf.cast(t, tf.float32) for t in (got, expected)), rtol=1e-5, atol=1e-6)
-    logits = hidden.numpy().astype("float64") @ tf.cast(kernel, dtype).numpy().astype("float64") + bias.numpy()
+        np.testing.assert_allclose(
+            *(tf.cast(t, tf.float32) for t in (got, expected)), rtol=1e-5, atol=1e-6
+        )
+    logits = (
+        hidden.numpy().astype("float64") @ tf.cast(kernel, dtype).numpy().astype("float64")
+        + bias.numpy()
+    )
     counted = labels.numpy() >= 0
     at_label = np.take_along_axis(logits, np.maximum(labels, 0)[:, None], 1)
     losses = np.log(np.exp(logits).sum(-1)) - at_label[:, 0]
-    np.testing.assert_allclose(scores.loss.numpy()[counted], losses[counted], rtol=TOLERANCES["float32"], atol=1e-4)
+    np.testing.assert_allclose(
+        scores.loss.numpy()[counted], losses[counted], rtol=TOLERANCES["float32"], atol=1e-4
+    )
     np.testing.assert_array_equal(scores.best, logits.argmax(-1))
     assert scores.best.numpy().max() < VOCABULARY
-    np.testing.assert_array_equal(scores.above.numpy()[counted], (logits > at_label + 1e-5).sum(-1)[counted])
+    np.testing.assert_array_equal(
+        scores.above.numpy()[counted], (logits > at_label + 1e-5).sum(-1)[counted]
+    )
 
 
 def test_equal_logits():
-    """All of them equal, in some rows but for one: the first is the best, and none is above a label."""
+    """All of them equal, in some rows but for one: the first is the best, and none is above a
+    label.
+    """
     hidden, labels = tf.constant([[0.0], [0.0], [1.0]]), tf.constant([0, 99, 70])
     kernel = tf.constant(np.where(np.arange(100) == 80, 1.0, 0.0)[None], "float32")
     for implementation, chunk_size in (("reference", None), ("chunked", 32), ("one_pass", 32)):
         _, scores = cross_entropy.linear_cross_entropy_sum_and_scores(
-            hidden, kernel, labels, tf.ones([3]), implementation=implementation, chunk_size=chunk_size, ranks=True
+            hidden,
+            kernel,
+            labels,
+            tf.ones([3]),
+            implementation=implementation,
+            chunk_size=chunk_size,
+            ranks=True,
         )
-        assert scores.best.numpy().tolist() == [0, 0, 80] and scores.above.numpy().tolist() == [0, 0, 1]
+        assert scores.best.numpy().tolist() == [0, 0, 80] and scores.above.numpy().tolist() == [
+            0,
+            0,
+            1,
+        ]

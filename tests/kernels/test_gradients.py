@@ -18,11 +18,16 @@ RATE = 0.5
 
 
 class Net:
-    """y = relu(x @ a) @ b, both matrices of just the size from which a product may take an accumulator's place."""
+    """y = relu(x @ a) @ b, both matrices of just the size from which a product may take an
+    accumulator's place.
+    """
 
     def __init__(self, **options):
         rng = np.random.default_rng(0)
-        self.a, self.b = (tf.Variable(rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, dtype=tf.float32) for _ in range(2))
+        self.a, self.b = (
+            tf.Variable(rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, dtype=tf.float32)
+            for _ in range(2)
+        )
         options.setdefault("loss_scale", 8.0)
         self.step = fa.TrainStep(self.loss, [self.a, self.b], keras.optimizers.SGD(RATE), **options)
 
@@ -78,7 +83,10 @@ def test_the_product_is_the_full_batch_gradient(jit_compile, kinds):
 
 def test_a_product_that_forgets_a_micro_batch_fails_the_same_check(trained):
     stack = make_stack()
-    (gradient, _), (partial, _) = trained.gradients(stack), trained.gradients([part[:-1] for part in stack])
+    (gradient, _), (partial, _) = (
+        trained.gradients(stack),
+        trained.gradients([part[:-1] for part in stack]),
+    )
     assert np.linalg.norm(partial - gradient) > 1e-2 * np.linalg.norm(gradient)
 
 
@@ -88,11 +96,16 @@ def test_stacks_of_several_shapes_add_up(kinds, order):
     net, (x, y, weight) = Net(), make_stack(N + 2)
     stacks = (x[:N], y[:N], weight[:N]), (x[N:, :1], y[N:, :1], weight[N:, :1])
     stacks = stacks[::order]
-    flat = [np.concatenate([p.reshape(-1, *p.shape[2:]) for p in parts])[None] for parts in zip(*stacks, strict=True)]
+    flat = [
+        np.concatenate([p.reshape(-1, *p.shape[2:]) for p in parts])[None]
+        for parts in zip(*stacks, strict=True)
+    ]
     expected = net.gradients(flat)
     before = net.a.numpy().astype("float64")
     tf.function(net.step.run, jit_compile=True)(*tf.nest.map_structure(tf.constant, stacks))
-    assert kinds() == [kind for kind in ("FactoredAccumulator", "SumAccumulator")[::order] for _ in range(2)]
+    assert kinds() == [
+        kind for kind in ("FactoredAccumulator", "SumAccumulator")[::order] for _ in range(2)
+    ]
     np.testing.assert_allclose(net.a.numpy(), before - RATE * expected[0], rtol=1e-4, atol=1e-6)
 
 
@@ -112,18 +125,25 @@ def trained():
 def hlo_and_memory(net, stack):
     trained_step = net.step._compiled
     stack = tf.nest.map_structure(tf.constant, stack)
-    return compiled.compiler_ir(trained_step, stack), compiled.memory_analysis(trained_step, stack).temp_bytes
+    return compiled.compiler_ir(trained_step, stack), compiled.memory_analysis(
+        trained_step, stack
+    ).temp_bytes
 
 
 def test_rows_of_a_tied_table_are_added_to_its_accumulator(monkeypatch):
-    """TensorFlow makes a table of them to add it to the gradient of the product: another in memory."""
+    """TensorFlow makes a table of them to add it to the gradient of the product: another in
+    memory.
+    """
     table = tf.Variable(np.random.default_rng(0).normal(size=(500, 64)), dtype=tf.float32)
 
     def loss(ids):
         looked_up = tf.gather(table, ids)
-        return tf.reduce_sum(tf.matmul(tf.nn.tanh(looked_up), table, transpose_b=True) ** 2), tf.constant(1.0)
+        return tf.reduce_sum(
+            tf.matmul(tf.nn.tanh(looked_up), table, transpose_b=True) ** 2
+        ), tf.constant(1.0)
 
-    monkeypatch.setattr(indexed_slices, "_LARGE_SPARSE_NUM_ELEMENTS", 1)  # TensorFlow warns of large tables
+    # TensorFlow warns of large tables
+    monkeypatch.setattr(indexed_slices, "_LARGE_SPARSE_NUM_ELEMENTS", 1)
     before = tf.identity(table)
     ids = tf.constant([[1, 7, 7], [499, 0, 7]])
 
@@ -150,7 +170,9 @@ def test_the_loop_carries_no_accumulator_and_memory_is_less(monkeypatch):
     hlo, temp = hlo_and_memory(Net(), stack)
     monkeypatch.setattr(gradients, "SMALLEST_MATRIX", WIDTH**2 + 1)
     plain_hlo, plain_temp = hlo_and_memory(Net(), stack)
-    (loop,), (plain_loop,) = (re.findall(r"^.* while\(.*$", text, re.MULTILINE) for text in (hlo, plain_hlo))
+    (loop,), (plain_loop,) = (
+        re.findall(r"^.* while\(.*$", text, re.MULTILINE) for text in (hlo, plain_hlo)
+    )
     assert f'known_trip_count":{{"n":"{N}"}}' in loop
     # The two matrices themselves, and in the plain loop their accumulators.
     assert loop.split(" while(")[0].count(f"f32[{WIDTH},{WIDTH}]") == 2
@@ -168,7 +190,9 @@ def choice(gradient_of, steps=N, rows=ROWS, dtype=tf.float32, shape=(WIDTH, WIDT
             tape.watch(kernel)
             loss = gradient_of(x, kernel)
         gradient = tape.gradient(loss, kernel)
-        return type(gradients.accumulator(tf.zeros(shape), gradient, steps, lambda t: None)).__name__
+        return type(
+            gradients.accumulator(tf.zeros(shape), gradient, steps, lambda t: None)
+        ).__name__
 
 
 def once(x, kernel):
@@ -176,7 +200,9 @@ def once(x, kernel):
 
 
 def half_of_autodiff(x, kernel):
-    """Rounded to float16 in each micro-batch: a product over more rows would round, and overflow, elsewhere."""
+    """Rounded to float16 in each micro-batch: a product over more rows would round, and overflow,
+    elsewhere.
+    """
     return tf.reduce_sum(tf.square(x @ tf.cast(kernel, tf.float16)))
 
 
@@ -189,7 +215,8 @@ def twice(x, kernel):
     [
         (once, {}, "FactoredAccumulator"),
         (once, {"rows": WIDTH // 2 // N}, "FactoredAccumulator"),
-        (once, {"rows": WIDTH // 2 // N + 1}, "SumAccumulator"),  # the factors would outgrow the accumulator
+        # the factors would outgrow the accumulator
+        (once, {"rows": WIDTH // 2 // N + 1}, "SumAccumulator"),
         (once, {"steps": gradients.FEWEST_STEPS - 1}, "SumAccumulator"),
         (once, {"shape": (WIDTH, WIDTH - 1)}, "SumAccumulator"),
         (twice, {}, "SumAccumulator"),
@@ -208,19 +235,30 @@ def test_when(loss, options, kind):
         pytest.param("mixed_bfloat16", marks=pytest.mark.variant),
     ],
 )
-def test_a_keras_model_under_any_policy_and_in_several_steps_of_one_program(policy, kinds, monkeypatch):
+def test_a_keras_model_under_any_policy_and_in_several_steps_of_one_program(
+    policy, kinds, monkeypatch
+):
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
-        [keras.Input((WIDTH,)), keras.layers.Dense(WIDTH, "relu", dtype=policy), keras.layers.Dense(1, dtype=policy)]
+        [
+            keras.Input((WIDTH,)),
+            keras.layers.Dense(WIDTH, "relu", dtype=policy),
+            keras.layers.Dense(1, dtype=policy),
+        ]
     )
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(2 * N * ROWS, WIDTH)).astype("float32"), rng.normal(size=(2 * N * ROWS, 1))
+    x, y = (
+        rng.normal(size=(2 * N * ROWS, WIDTH)).astype("float32"),
+        rng.normal(size=(2 * N * ROWS, 1)),
+    )
 
     def weights_after_fit():
         copy = keras.models.clone_model(model)
         copy.set_weights(model.get_weights())
         optimizer = keras.optimizers.SGD(0.01)
-        trainer = fa.Trainer(copy, optimizer, "mse", gradient_accumulation_steps=N, steps_per_execution=2)
+        trainer = fa.Trainer(
+            copy, optimizer, "mse", gradient_accumulation_steps=N, steps_per_execution=2
+        )
         trainer.fit(x, y, batch_size=ROWS, shuffle=False, verbose=0)
         return copy.get_weights()
 

@@ -1,4 +1,6 @@
-"""LayerStack against the plain layers that it stands for: values, gradients, training, and what XLA makes of it."""
+"""LayerStack against the plain layers that it stands for: values, gradients, training, and what XLA
+makes of it.
+"""
 
 import functools
 import gc
@@ -38,7 +40,9 @@ def random_block(regularizer=None):
 
 
 def mlp_block():
-    return keras.Sequential([layers.LayerNormalization(), layers.Dense(4 * D, "gelu"), layers.Dense(D)])
+    return keras.Sequential(
+        [layers.LayerNormalization(), layers.Dense(4 * D, "gelu"), layers.Dense(D)]
+    )
 
 
 def functional_block():
@@ -77,7 +81,9 @@ def values(*shape, seed=0, dtype="float32"):
 
 
 def gradients(call, variables, x, training=True, jit_compile=True):
-    """y, dx and the gradients of the variables, of a loss that every element of y enters in its own way."""
+    """y, dx and the gradients of the variables, of a loss that every element of y enters in its own
+    way.
+    """
     weighted = values(*x.shape, seed=9)
 
     def run(x):
@@ -111,7 +117,9 @@ def assert_close(ours, theirs, tolerance):
 
 def worst(ours, truth):
     """The largest error, relative to the truth's largest element."""
-    return max(np.abs(np.float64(a) - b).max() / np.abs(b).max() for a, b in zip(ours, truth, strict=True))
+    return max(
+        np.abs(np.float64(a) - b).max() / np.abs(b).max() for a, b in zip(ours, truth, strict=True)
+    )
 
 
 @pytest.mark.parametrize("make_layer", BLOCKS)
@@ -160,7 +168,9 @@ def test_a_gradient_taken_outside_the_compiled_function():
 @settings(max_examples=4, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.booleans())
 def test_any_shape_and_depth(depth, batch, width, use_bias):
-    stack, plain = stack_and_plain(lambda: layers.Dense(width, "tanh", use_bias=use_bias), depth, (batch, width))
+    stack, plain = stack_and_plain(
+        lambda: layers.Dense(width, "tanh", use_bias=use_bias), depth, (batch, width)
+    )
     x = values(batch, width)
     assert_close(gradients(stack, stack.trainable_variables, x), plain_gradients(plain, x), 2e-5)
 
@@ -168,7 +178,9 @@ def test_any_shape_and_depth(depth, batch, width, use_bias):
 def test_float16_errs_no_more_than_the_plain_layers():
     """Against float64: x and its gradient in float16, the weights and theirs in float32."""
     stack, plain = stack_and_plain(lambda: layers.Dense(D, "gelu", dtype="mixed_float16"))
-    truth, _ = stack_and_plain(lambda: layers.Dense(D, "gelu", dtype="float64"), implementation="reference")
+    truth, _ = stack_and_plain(
+        lambda: layers.Dense(D, "gelu", dtype="float64"), implementation="reference"
+    )
     for weight, exact in zip(stack.weights, truth.weights, strict=True):
         exact.assign(tf.cast(weight.value, tf.float64))
     x = values(B, T, D, dtype="float16")
@@ -200,7 +212,10 @@ def everything_block():
     return keras.Sequential([transformer_block(), layers.Dropout(0.4), layers.BatchNormalization()])
 
 
-POLICIES = [{"policy": policy} for policy in ("nothing_saveable", "everything_saveable", ["attention"], "auto")]
+POLICIES = [
+    {"policy": policy}
+    for policy in ("nothing_saveable", "everything_saveable", ["attention"], "auto")
+]
 
 
 @pytest.fixture(scope="module")
@@ -228,19 +243,27 @@ def test_the_way_back_reads_what_is_kept(plain_outcome, monkeypatch):
     monkeypatch.setattr(LayerGraph, "forward", spoiled)
     stack, _ = stack_and_plain(everything_block, depth=2)
     with pytest.raises(AssertionError):
-        gradients_of = gradients(stack, stack.trainable_variables, values(B, T, D), jit_compile=False)
+        gradients_of = gradients(
+            stack, stack.trainable_variables, values(B, T, D), jit_compile=False
+        )
         assert_close(gradients_of, plain_outcome, 2e-5)
 
 
 class Wave(layers.Layer):
-    """sin(exp(x)), of which one value has a name, and one has it in a loop, where nothing can be kept."""
+    """sin(exp(x)), of which one value has a name, and one has it in a loop, where nothing can be
+    kept.
+    """
 
     def __init__(self, called="wave"):
         super().__init__()
         self.called = called
 
     def call(self, x):
-        _, x = tf.while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, checkpoint_name(tf.cos(x), self.called)), [0, x])
+        _, x = tf.while_loop(
+            lambda i, x: i < 2,
+            lambda i, x: (i + 1, checkpoint_name(tf.cos(x), self.called)),
+            [0, x],
+        )
         return tf.sin(checkpoint_name(tf.exp(x), self.called)) * x
 
 
@@ -289,7 +312,9 @@ def test_everything_is_what_plain_autodiff_keeps():
 
 
 def test_what_does_not_fit_is_computed_again(monkeypatch):
-    """Half of what training leaves of the memory: 4 times the weights, and 5 of the size of x a layer."""
+    """Half of what training leaves of the memory: 4 times the weights, and 5 of the size of x a
+    layer.
+    """
     weights = 4 * 6 * 4 * (D * 4 * D + 4 * D + 4 * D * D + D + 2 * D)
     needed = weights + 2 * 6 * 5 * 4 * 8 * 32 * D
     monkeypatch.setattr(layer_loop, "device_memory", lambda: needed)
@@ -331,7 +356,9 @@ def dropped(stack, x):
 
 @pytest.mark.parametrize("seed", [None, 7])
 def test_dropout_differs_by_layer_and_step_but_not_in_recomputation(seed):
-    """One layer of these drops half, two drop three quarters only if they drop different elements."""
+    """One layer of these drops half, two drop three quarters only if they drop different
+    elements.
+    """
     x = tf.ones([50, 40])
     stack = LayerStack(lambda: layers.Dropout(0.5, seed=seed), 2)
     first, second = dropped(stack, x), dropped(stack, x)
@@ -470,14 +497,20 @@ def stack_of_batches(micro_batches=2):
 
 def as_plain_weights(model):
     stack = model.get_layer("stack")
-    return [w for layer in stack.unstack() for w in layer.get_weights()] + model.layers[-1].get_weights()
+    return [w for layer in stack.unstack() for w in layer.get_weights()] + model.layers[
+        -1
+    ].get_weights()
 
 
-@pytest.mark.parametrize("make_layer", [transformer_block, lambda: random_block(keras.regularizers.L2(0.1))])
+@pytest.mark.parametrize(
+    "make_layer", [transformer_block, lambda: random_block(keras.regularizers.L2(0.1))]
+)
 def test_a_train_step_is_that_of_the_plain_model(make_layer):
     ours, theirs = model_of(make_layer), model_of(make_layer, plain=True)
     options = {"jit_compile": make_layer is transformer_block}
-    trainers = [fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", **options) for model in (ours, theirs)]
+    trainers = [
+        fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", **options) for model in (ours, theirs)
+    ]
     results = [trainer.train_step(stack_of_batches()) for trainer in trainers]
     assert float(results[0].loss) == pytest.approx(float(results[1].loss), rel=1e-5)
     assert float(results[0].grad_norm) == pytest.approx(float(results[1].grad_norm), rel=1e-4)
@@ -515,7 +548,9 @@ def test_what_the_layers_freeze_stays_frozen():
     ours, theirs = model_of(make_layer), model_of(make_layer, plain=True)
     assert len(ours.get_layer("stack").trainable_variables) == 2
     for model in (ours, theirs):
-        fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", jit_compile=False).train_step(stack_of_batches())
+        fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", jit_compile=False).train_step(
+            stack_of_batches()
+        )
     assert_close(as_plain_weights(ours), theirs.get_weights(), 1e-5)
 
 
@@ -529,8 +564,14 @@ def test_saves_and_loads(given_as, tmp_path):
     loaded = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_array_equal(loaded(x[0]), model(x[0]))
     stack = loaded.get_layer("stack")
-    assert (stack.depth, stack.implementation, type(stack.template)) == (3, "auto", keras.Sequential)
-    fresh = model_of(random_block, depth=3, policy=("attention", "gate"), implementation="reference")
+    assert (stack.depth, stack.implementation, type(stack.template)) == (
+        3,
+        "auto",
+        keras.Sequential,
+    )
+    fresh = model_of(
+        random_block, depth=3, policy=("attention", "gate"), implementation="reference"
+    )
     fresh.load_weights(tmp_path / "model.weights.h5")
     np.testing.assert_allclose(fresh(x[0]), model(x[0]), atol=1e-6)
     config = fresh.get_layer("stack").get_config()
@@ -552,7 +593,9 @@ def test_a_tensorflow_checkpoint_restores_it(tmp_path):
 
 def test_a_stack_of_stacks():
     def inner():
-        return LayerStack(lambda: keras.Sequential([layers.Dense(D, "tanh"), layers.Dropout(0.5)]), 2)
+        return LayerStack(
+            lambda: keras.Sequential([layers.Dense(D, "tanh"), layers.Dropout(0.5)]), 2
+        )
 
     stack, plain = stack_and_plain(inner)
     x = values(B, T, D)
@@ -590,7 +633,11 @@ def test_unstacks_and_takes_weights_back():
     other.assign_from(stack.unstack())
     ours, again, theirs = (
         of(model, *variables, x, jit_compile=False)[:2]
-        for of, model, *variables in ((gradients, stack, []), (gradients, other, []), (plain_gradients, plain))
+        for of, model, *variables in (
+            (gradients, stack, []),
+            (gradients, other, []),
+            (plain_gradients, plain),
+        )
     )
     for a, b, c in zip(ours, again, theirs, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -598,7 +645,9 @@ def test_unstacks_and_takes_weights_back():
 
 
 def test_holds_each_weight_once():
-    """Neither the template nor the layers that gave the initial values are weights of the model, or stay."""
+    """Neither the template nor the layers that gave the initial values are weights of the model, or
+    stay.
+    """
     made = []
 
     def make_layer():
@@ -610,7 +659,9 @@ def test_holds_each_weight_once():
     gc.collect()
     assert [ref() is not None for ref in made] == [True, False, False, False]
     assert model.count_params() == 4 * (D * D + D) + D + 1
-    assert not {id(v) for v in model.get_layer("stack").template.variables} & {id(v) for v in model.variables}
+    assert not {id(v) for v in model.get_layer("stack").template.variables} & {
+        id(v) for v in model.variables
+    }
     assert [w.name for w in model.get_layer("stack").weights] == ["kernel", "bias"]
 
 
@@ -632,12 +683,15 @@ def train_program(make_layer, depth, x_shape=(4, 16, D), **options):
 @pytest.fixture(scope="module")
 def programs():
     return {
-        depth: compiled.compiler_ir(train_program(transformer_block, depth), tf.zeros([4, 16, D])) for depth in (4, 24)
+        depth: compiled.compiler_ir(train_program(transformer_block, depth), tf.zeros([4, 16, D]))
+        for depth in (4, 24)
     }
 
 
 def test_the_program_does_not_grow_with_depth(programs):
-    sizes = {depth: len(re.findall(r"^ .* = ", hlo, re.MULTILINE)) for depth, hlo in programs.items()}
+    sizes = {
+        depth: len(re.findall(r"^ .* = ", hlo, re.MULTILINE)) for depth, hlo in programs.items()
+    }
     assert sizes[4] == sizes[24] > 100
 
 
@@ -649,7 +703,9 @@ def test_two_loops_with_trip_counts_that_xla_knows(programs):
 
 
 def test_no_product_with_weights_is_computed_twice(programs):
-    """Forward 6 of a block, 2 for each on the way back, and attention's scores and weighted values once more."""
+    """Forward 6 of a block, 2 for each on the way back, and attention's scores and weighted values
+    once more.
+    """
 
     def products(hlo):
         return len(re.findall(r" dot\(|matmul\"", hlo))
@@ -679,10 +735,14 @@ def test_memory_of_a_layer_once_and_of_what_is_kept_per_layer():
     x = tf.zeros([8, 32, D])
 
     def temp(depth, policy):
-        return compiled.memory_analysis(train_program(mlp_block, depth, x.shape, policy=policy), x).temp_bytes
+        return compiled.memory_analysis(
+            train_program(mlp_block, depth, x.shape, policy=policy), x
+        ).temp_bytes
 
     recomputed = temp(12, "nothing_saveable")
-    assert (recomputed - temp(4, "nothing_saveable")) / 8 == pytest.approx(4 * np.prod(x.shape), rel=0.05)
+    assert (recomputed - temp(4, "nothing_saveable")) / 8 == pytest.approx(
+        4 * np.prod(x.shape), rel=0.05
+    )
     # The first product is 4 times as wide as x; the gradient needs nothing of the second.
     assert temp(12, "auto") - recomputed == pytest.approx(12 * 4 * 4 * np.prod(x.shape), rel=0.15)
 
@@ -777,14 +837,39 @@ def test_layers_that_do_not_stack_are_refused(make_layer, message):
         (TypeError, "depth='two'", (layers.ReLU, "two"), {}),
         (TypeError, "make_layer=3 must be", (3, 2), {}),
         (TypeError, "make_layer=.*lambda.* must be", (lambda: None, 2), {}),
-        (ValueError, "policy='all'.*'auto' or 'nothing_saveable' or 'every", (layers.ReLU, 2), {"policy": "all"}),
-        (ValueError, r"policy='wave' must be .* or a list of names", (layers.ReLU, 2), {"policy": "wave"}),
+        (
+            ValueError,
+            "policy='all'.*'auto' or 'nothing_saveable' or 'every",
+            (layers.ReLU, 2),
+            {"policy": "all"},
+        ),
+        (
+            ValueError,
+            r"policy='wave' must be .* or a list of names",
+            (layers.ReLU, 2),
+            {"policy": "wave"},
+        ),
         (ValueError, r"policy=\['qkv', 3\]", (layers.ReLU, 2), {"policy": ["qkv", 3]}),
         (ValueError, "unroll='yes'.*True or False or 'auto'", (layers.ReLU, 2), {"unroll": "yes"}),
-        (ValueError, "policy='nothing.*unroll=True", (layers.ReLU, 2), {"policy": "nothing_saveable", "unroll": True}),
-        (ValueError, "implementation='fast'.*'auto' or 'reference'", (layers.ReLU, 2), {"implementation": "fast"}),
+        (
+            ValueError,
+            "policy='nothing.*unroll=True",
+            (layers.ReLU, 2),
+            {"policy": "nothing_saveable", "unroll": True},
+        ),
+        (
+            ValueError,
+            "implementation='fast'.*'auto' or 'reference'",
+            (layers.ReLU, 2),
+            {"implementation": "fast"},
+        ),
         (TypeError, "make_layer: .*missing 1 required", (layers.Dense, 2), {}),
-        (ValueError, "make_layer returned .*quantized", (lambda: layers.Dense(D, dtype="int8_from_float32"), 2), {}),
+        (
+            ValueError,
+            "make_layer returned .*quantized",
+            (lambda: layers.Dense(D, dtype="int8_from_float32"), 2),
+            {},
+        ),
         (TypeError, "name=3 must be", (layers.ReLU, 2), {"name": 3}),
         (TypeError, "trainable='yes' must be", (layers.ReLU, 2), {"trainable": "yes"}),
     ],
@@ -794,7 +879,9 @@ def test_bad_arguments_name_the_value(error, message, arguments, options):
         LayerStack(*arguments, **options)
 
 
-@pytest.mark.parametrize(("given", "taken"), [(1, True), (np.True_, True), (np.False_, False), ("auto", "auto")])
+@pytest.mark.parametrize(
+    ("given", "taken"), [(1, True), (np.True_, True), (np.False_, False), ("auto", "auto")]
+)
 def test_what_is_as_good_as_a_bool_unrolls_as_it_does(given, taken):
     assert LayerStack(layers.ReLU, 2, unroll=given).unroll is taken
 
@@ -829,12 +916,24 @@ def test_a_layer_that_cannot_take_x_is_named(make_layer, error, message):
         (("text",), {}, ValueError, "x"),
         (({"x": tf.ones([2, D])},), {}, TypeError, "x is a dict"),
         ((tf.ones([]),), {}, TypeError, r"x has x_shape=.* one tensor"),
-        ((tf.ones([2, D]),), {"training": "yes"}, ValueError, "training='yes' must be True or False"),
-        ((tf.ones([2, D]),), {"nothing": 1}, TypeError, r"\(Dense\), called with x .* and \['nothing'\]"),
+        (
+            (tf.ones([2, D]),),
+            {"training": "yes"},
+            ValueError,
+            "training='yes' must be True or False",
+        ),
+        (
+            (tf.ones([2, D]),),
+            {"nothing": 1},
+            TypeError,
+            r"\(Dense\), called with x .* and \['nothing'\]",
+        ),
     ],
 )
 def test_bad_calls_are_named(arguments, options, error, message):
-    with pytest.raises(error if error is TypeError else (TypeError, ValueError), match=f"(?s){message}"):
+    with pytest.raises(
+        error if error is TypeError else (TypeError, ValueError), match=f"(?s){message}"
+    ):
         LayerStack(lambda: layers.Dense(D), 2)(*arguments, **options)
 
 
@@ -842,7 +941,9 @@ def test_a_stack_that_is_made_frozen():
     """The other layers were not frozen, so that it could not be built."""
     stack, plain = stack_and_plain(lambda: layers.Dense(D), trainable=False)
     assert not stack.trainable_variables and not any(layer.trainable for layer in stack.unstack())
-    np.testing.assert_allclose(stack(values(B, T, D)), chain(plain)(values(B, T, D), training=False), rtol=1e-5)
+    np.testing.assert_allclose(
+        stack(values(B, T, D)), chain(plain)(values(B, T, D), training=False), rtol=1e-5
+    )
 
 
 def test_variables_of_another_owner_are_refused_rather_than_left_without_gradient():
@@ -876,7 +977,8 @@ def test_draws_that_would_be_others_when_computed_again_are_refused(policy):
     x = values(B, T, D)
     with pytest.raises(ValueError, match=r"draws random numbers in .*RandomUniform"):
         gradients(LayerStack(lambda: Noise(True), 2, policy=policy), [], x, jit_compile=False)
-    gradients(LayerStack(lambda: Noise(False), 2, policy=policy), [], x, jit_compile=False)  # needs no draw again
+    # needs no draw again
+    gradients(LayerStack(lambda: Noise(False), 2, policy=policy), [], x, jit_compile=False)
 
 
 def test_what_the_loop_keeps_does_not_count_as_rows_that_are_mixed():

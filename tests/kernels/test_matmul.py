@@ -26,7 +26,9 @@ def plain(x, kernel):
 
 def reference(x, kernel):
     """Autodiff on float32 copies of x and of the rounded kernel."""
-    rounded = tf.grad_pass_through(lambda kernel: tf.cast(tf.cast(kernel, x.dtype), kernel.dtype))(kernel)
+    rounded = tf.grad_pass_through(lambda kernel: tf.cast(tf.cast(kernel, x.dtype), kernel.dtype))(
+        kernel
+    )
     return tf.cast(tf.tensordot(tf.cast(x, kernel.dtype), rounded, 1), x.dtype)
 
 
@@ -63,7 +65,8 @@ def test_a_compiled_matmul_is_that_of_autodiff_with_an_exact_weight_gradient(sha
     y, dx, dkernel = jit(fa.kernels.matmul_fp32_wgrad)(x, kernel, dy)
     plain_y, plain_dx, plain_dkernel = jit(plain)(x, kernel, dy)
     assert (y.dtype, dx.dtype, dkernel.dtype) == (x.dtype, x.dtype, kernel.dtype)
-    # Without hardware for halves both round once from float32; wider sums may be added in another order.
+    # Without hardware for halves both round once from float32; wider sums may be added in another
+    # order.
     same = np.testing.assert_array_equal if dtype in HALVES else np.testing.assert_allclose
     options = {} if dtype in HALVES else {"rtol": ALLOWED[dtype], "atol": ALLOWED[dtype]}
     same(y, plain_y, **options)
@@ -97,17 +100,28 @@ def test_eager_agrees_with_the_reference(lead, width_in, width_out, dtype):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_weight_gradient_past_the_range_of_float16_is_finite(compiled):
-    x, kernel, dy = tf.fill([40, 3], tf.cast(300, "float16")), tf.zeros([3, 2]), tf.fill([40, 2], tf.cast(9, "float16"))
+    x, kernel, dy = (
+        tf.fill([40, 3], tf.cast(300, "float16")),
+        tf.zeros([3, 2]),
+        tf.fill([40, 2], tf.cast(9, "float16")),
+    )
 
     def weight_gradient(function):
         return (jit(function)(x, kernel, dy) if compiled else vjp(function, x, kernel, dy))[2]
 
     assert np.isinf(weight_gradient(plain)).all()
-    np.testing.assert_array_equal(weight_gradient(fa.kernels.matmul_fp32_wgrad), np.full([3, 2], 40 * 300 * 9.0))
+    np.testing.assert_array_equal(
+        weight_gradient(fa.kernels.matmul_fp32_wgrad), np.full([3, 2], 40 * 300 * 9.0)
+    )
 
 
 def test_an_unknown_number_of_rows_is_taken():
-    @tf.function(input_signature=[tf.TensorSpec([None, 3, None], tf.float16), tf.TensorSpec([4, 2], tf.float32)])
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([None, 3, None], tf.float16),
+            tf.TensorSpec([4, 2], tf.float32),
+        ]
+    )
     def multiply(x, kernel):
         return fa.kernels.matmul_fp32_wgrad(x, kernel), einsum_fp32_wgrad("abc,cd->adb", x, kernel)
 
@@ -121,7 +135,9 @@ def test_unknown_sizes_that_it_must_know(x, kernel):
     def multiply(x, kernel):
         return fa.kernels.matmul_fp32_wgrad(x, kernel)
 
-    with pytest.raises(ValueError, match=r"x of shape .* does not fit kernel of shape .* known when this is traced"):
+    with pytest.raises(
+        ValueError, match=r"x of shape .* does not fit kernel of shape .* known when this is traced"
+    ):
         multiply(tf.ones([5, 4]), tf.ones([4, 2]))
 
 
@@ -154,7 +170,9 @@ def test_einsum_agrees_with_tensorflows(equation, dtype):
     expected = vjp(wide, tf.cast(x, "float64"), rounded, tf.cast(dy, "float64"))
     assert [t.dtype.name for t in got] == [dtype, dtype, kernel_dtype]
     for result, exact in zip(got[:2], expected[:2], strict=True):
-        np.testing.assert_allclose(tf.cast(result, "float64"), exact, rtol=4 * ALLOWED[dtype], atol=4 * ALLOWED[dtype])
+        np.testing.assert_allclose(
+            tf.cast(result, "float64"), exact, rtol=4 * ALLOWED[dtype], atol=4 * ALLOWED[dtype]
+        )
     assert worst(got[2], expected[2]) <= (1e-12 if dtype == "float64" else 1e-6)
 
 
@@ -164,21 +182,65 @@ X = tf.ones([2, 3], tf.float16)
 @pytest.mark.parametrize(
     "call, error, match",
     [
-        (lambda f: f(X, tf.ones([3, 4], tf.float16)), TypeError, "kernel has dtype float16, with x in float16"),
-        (lambda f: f(tf.cast(X, "float32"), tf.ones([3, 4], "float64")), TypeError, "pass the float32 variable"),
-        (lambda f: f(tf.cast(X, "float64"), tf.ones([3, 4])), TypeError, "pass the float64 variable"),
+        (
+            lambda f: f(X, tf.ones([3, 4], tf.float16)),
+            TypeError,
+            "kernel has dtype float16, with x in float16",
+        ),
+        (
+            lambda f: f(tf.cast(X, "float32"), tf.ones([3, 4], "float64")),
+            TypeError,
+            "pass the float32 variable",
+        ),
+        (
+            lambda f: f(tf.cast(X, "float64"), tf.ones([3, 4])),
+            TypeError,
+            "pass the float64 variable",
+        ),
         (lambda f: f(tf.cast(X, "int32"), tf.ones([3, 4])), TypeError, "x has dtype int32"),
-        (lambda f: f(X, tf.ones([4, 3])), ValueError, r"\(2, 3\) does not fit kernel of shape \(4, 3\)"),
+        (
+            lambda f: f(X, tf.ones([4, 3])),
+            ValueError,
+            r"\(2, 3\) does not fit kernel of shape \(4, 3\)",
+        ),
         (lambda f: f(X, tf.ones([3])), ValueError, r"must be \[\.\.\., in\] and \[in, out\]"),
         (lambda f: f(X[0, 0], tf.ones([3, 3])), ValueError, r"x of shape \(\) does not fit"),
-        (lambda _: einsum_fp32_wgrad("ab,bc", X, tf.ones([3, 4])), ValueError, "two operands and an output"),
-        (lambda _: einsum_fp32_wgrad("ab,cd->ad", X, tf.ones([3, 4])), ValueError, "at least two of them"),
-        (lambda _: einsum_fp32_wgrad("ab,bc->ac", X, tf.ones([4, 3])), ValueError, "do not fit equation='ab,bc->ac'"),
-        (lambda _: einsum_fp32_wgrad("ab,bcd->acd", X, tf.ones([3, 4])), ValueError, "do not fit equation"),
+        (
+            lambda _: einsum_fp32_wgrad("ab,bc", X, tf.ones([3, 4])),
+            ValueError,
+            "two operands and an output",
+        ),
+        (
+            lambda _: einsum_fp32_wgrad("ab,cd->ad", X, tf.ones([3, 4])),
+            ValueError,
+            "at least two of them",
+        ),
+        (
+            lambda _: einsum_fp32_wgrad("ab,bc->ac", X, tf.ones([4, 3])),
+            ValueError,
+            "do not fit equation='ab,bc->ac'",
+        ),
+        (
+            lambda _: einsum_fp32_wgrad("ab,bcd->acd", X, tf.ones([3, 4])),
+            ValueError,
+            "do not fit equation",
+        ),
         (lambda _: convolution_fp32_wgrad(None, X, X), TypeError, "kernel has dtype float16"),
-        (lambda _: fa.kernels.fp32_weight_gradients("model"), TypeError, "model='model' is not a Keras 3 model"),
-        (lambda _: fa.kernels.plain_weight_gradients(3), TypeError, r"layers=\[3\] must be a Keras 3 model"),
-        (lambda _: fa.kernels.plain_weight_gradients([None]), TypeError, r"layers=\[None\] must be a Keras 3 model"),
+        (
+            lambda _: fa.kernels.fp32_weight_gradients("model"),
+            TypeError,
+            "model='model' is not a Keras 3 model",
+        ),
+        (
+            lambda _: fa.kernels.plain_weight_gradients(3),
+            TypeError,
+            r"layers=\[3\] must be a Keras 3 model",
+        ),
+        (
+            lambda _: fa.kernels.plain_weight_gradients([None]),
+            TypeError,
+            r"layers=\[None\] must be a Keras 3 model",
+        ),
     ],
 )
 def test_bad_input_is_named(call, error, match):
@@ -213,18 +275,36 @@ class SelfAttention(keras.layers.MultiHeadAttention):
 LAYERS = {
     "dense": (lambda: keras.layers.Dense(5), (6, 7)),
     "dense, activation": (lambda: keras.layers.Dense(5, activation="tanh"), (6, 7)),
-    "einsum": (lambda: keras.layers.EinsumDense("abc,cde->abde", (None, 3, 5), bias_axes="de"), (6, 7)),
-    "einsum, inner axis": (lambda: keras.layers.EinsumDense("abc,bd->adc", (5, 7), bias_axes="d"), (6, 7)),
+    "einsum": (
+        lambda: keras.layers.EinsumDense("abc,cde->abde", (None, 3, 5), bias_axes="de"),
+        (6, 7),
+    ),
+    "einsum, inner axis": (
+        lambda: keras.layers.EinsumDense("abc,bd->adc", (5, 7), bias_axes="d"),
+        (6, 7),
+    ),
     "conv1d": (lambda: keras.layers.Conv1D(5, 3, strides=2, padding="same"), (12, 3)),
-    "conv1d, causal": (lambda: keras.layers.Conv1D(5, 3, dilation_rate=2, padding="causal"), (12, 3)),
-    "conv1d, channels first": (lambda: keras.layers.Conv1D(5, 3, data_format="channels_first"), (3, 12)),
+    "conv1d, causal": (
+        lambda: keras.layers.Conv1D(5, 3, dilation_rate=2, padding="causal"),
+        (12, 3),
+    ),
+    "conv1d, channels first": (
+        lambda: keras.layers.Conv1D(5, 3, data_format="channels_first"),
+        (3, 12),
+    ),
     "conv2d": (lambda: keras.layers.Conv2D(5, 3, strides=2, padding="same"), (7, 6, 3)),
-    "conv2d, dilated": (lambda: keras.layers.Conv2D(5, 2, dilation_rate=2, use_bias=False), (7, 6, 3)),
+    "conv2d, dilated": (
+        lambda: keras.layers.Conv2D(5, 2, dilation_rate=2, use_bias=False),
+        (7, 6, 3),
+    ),
     "conv2d, grouped": (lambda: keras.layers.Conv2D(4, (3, 2), groups=2), (7, 6, 4)),
     "conv1d, one pixel": (lambda: keras.layers.Conv1D(5, 1, padding="causal"), (12, 3)),
     "conv2d, one pixel": (lambda: keras.layers.Conv2D(5, 1, strides=2, padding="same"), (7, 6, 3)),
     "conv2d, one pixel, grouped": (lambda: keras.layers.Conv2D(4, 1, groups=2), (7, 6, 4)),
-    "conv2d, one pixel, channels first": (lambda: keras.layers.Conv2D(5, 1, data_format="channels_first"), (3, 7, 6)),
+    "conv2d, one pixel, channels first": (
+        lambda: keras.layers.Conv2D(5, 1, data_format="channels_first"),
+        (3, 7, 6),
+    ),
     "inside another layer": (OfOnesOwn, (6, 7)),
     "attention": (lambda: SelfAttention(2, 4), (6, 7)),
 }
@@ -239,7 +319,9 @@ def build(make, shape, policy):
     layer.build((16, *shape))
     rng = np.random.default_rng(4)
     # Values that float16 holds, so that only the arithmetic differs.
-    layer.set_weights([(0.3 * rng.normal(size=w.shape)).astype("float16") for w in layer.get_weights()])
+    layer.set_weights(
+        [(0.3 * rng.normal(size=w.shape)).astype("float16") for w in layer.get_weights()]
+    )
     return layer
 
 
@@ -268,9 +350,12 @@ def test_a_switched_layer_has_the_same_outputs_and_exact_gradients(name):
     after, ours = weight_gradients(layer, x)
     assert len(switched) == (4 if name == "attention" else 1)
     np.testing.assert_array_equal(before, after)
-    errors, plain_errors = ([worst(g, e.numpy()) for g, e in zip(gs, exact, strict=True)] for gs in (ours, rounded))
+    errors, plain_errors = (
+        [worst(g, e.numpy()) for g, e in zip(gs, exact, strict=True)] for gs in (ours, rounded)
+    )
     if name in ("dense, activation", "attention"):
-        # What reaches these weights was rounded on its way back, which is not theirs to mend, and outweighs the rest.
+        # What reaches these weights was rounded on its way back, which is not theirs to mend, and
+        # outweighs the rest.
         assert np.mean(errors) < 1.05 * np.mean(plain_errors)
     else:
         assert max(errors) <= min(3e-6, 0.2 * max(plain_errors)), (errors, plain_errors)
@@ -294,7 +379,11 @@ DENSE_EQUATIONS = {  # with the axes of an output, and of its bias
 @pytest.mark.parametrize("equation", DENSE_EQUATIONS)
 def test_whatever_equation_keras_takes_it_computes(equation, policy):
     output_shape, bias_axes = DENSE_EQUATIONS[equation]
-    layer = build(lambda: keras.layers.EinsumDense(equation, output_shape, bias_axes=bias_axes), (3, 4), policy)
+    layer = build(
+        lambda: keras.layers.EinsumDense(equation, output_shape, bias_axes=bias_axes),
+        (3, 4),
+        policy,
+    )
     x = tf.cast(draw((2, 3, 4), "float16"), layer.compute_dtype)
     outputs, gradients = weight_gradients(layer, x)
     assert fa.kernels.fp32_weight_gradients(layer) == [layer]
@@ -314,7 +403,9 @@ def test_an_embedding_needs_no_switch():
         y = outer(tf.constant([[1] * 3000 + [2]]))
     gradient = tape.gradient(y, table, tf.fill(y.shape, tf.constant(33.0, tf.float16)))
     assert y.dtype == tf.float16 and gradient.values.dtype == tf.float32
-    np.testing.assert_array_equal(tf.convert_to_tensor(gradient), [[0, 0], [99000, 99000], [33, 33]])
+    np.testing.assert_array_equal(
+        tf.convert_to_tensor(gradient), [[0, 0], [99000, 99000], [33, 33]]
+    )
     assert fa.kernels.fp32_weight_gradients(outer) == []
 
 
@@ -327,7 +418,11 @@ def mixed_model():
 
 
 def types(model):
-    return [type(layer).__name__ for layer in model._flatten_layers() if layer.count_params() and not layer._layers]
+    return [
+        type(layer).__name__
+        for layer in model._flatten_layers()
+        if layer.count_params() and not layer._layers
+    ]
 
 
 PLAIN = ["Conv1D", "EinsumDense", "EinsumDense", "EinsumDense", "EinsumDense", "Dense", "Dense"]
@@ -395,22 +490,32 @@ def test_a_switched_layer_still_takes_lora_and_sparse_inputs():
 
 
 RNG = np.random.default_rng(0)
-STACK = RNG.normal(size=(2, 3, 7, 6)).astype("float32"), RNG.normal(size=(2, 3, 7, 2)).astype("float32")
-IMAGES = RNG.normal(size=(2, 3, 8, 7, 3)).astype("float32"), RNG.normal(size=(2, 3, 2)).astype("float32")
+STACK = (
+    RNG.normal(size=(2, 3, 7, 6)).astype("float32"),
+    RNG.normal(size=(2, 3, 7, 2)).astype("float32"),
+)
+IMAGES = (
+    RNG.normal(size=(2, 3, 8, 7, 3)).astype("float32"),
+    RNG.normal(size=(2, 3, 2)).astype("float32"),
+)
 
 
 def make_trainer(policy, *layers, shape=(7, 6), **options):
     """A trainer of these layers and a float32 head; the SGD step shows the gradient itself."""
     keras.utils.set_random_seed(3)
     keras.config.set_dtype_policy(policy)
-    model = keras.Sequential([keras.Input(shape), *(make() for make in layers), keras.layers.Dense(2, dtype="float32")])
+    model = keras.Sequential(
+        [keras.Input(shape), *(make() for make in layers), keras.layers.Dense(2, dtype="float32")]
+    )
     keras.config.set_dtype_policy("float32")
     options = {"loss_scale": fa.StaticLossScale(1024.0), **options}
     return fa.Trainer(model, keras.optimizers.SGD(1.0), "mse", **options)
 
 
 def two_hidden(policy, **options):
-    return make_trainer(policy, lambda: keras.layers.Dense(5), lambda: keras.layers.Dense(11), **options)
+    return make_trainer(
+        policy, lambda: keras.layers.Dense(5), lambda: keras.layers.Dense(11), **options
+    )
 
 
 def weight_gradient_dots(trainer, shapes=("6,5", "5,11")):
@@ -428,16 +533,21 @@ def test_a_train_step_computes_weight_gradients_in_float32(policy, half):
 
 
 def test_a_layer_that_is_called_again_on_the_way_back_is_switched_there_too():
-    trainer = make_trainer("mixed_float16", lambda: fa.kernels.LayerStack(lambda: keras.layers.Dense(6), depth=3))
+    trainer = make_trainer(
+        "mixed_float16", lambda: fa.kernels.LayerStack(lambda: keras.layers.Dense(6), depth=3)
+    )
     assert weight_gradient_dots(trainer, ["6,6"]) == ["f32"]
     assert type(trainer.model.layers[0].template) is keras.layers.Dense
 
 
 def test_nothing_changes_in_float32():
     programs = [
-        two_hidden("float32", fp32_weight_gradients=switch).compiler_ir(STACK, stage="hlo") for switch in (True, False)
+        two_hidden("float32", fp32_weight_gradients=switch).compiler_ir(STACK, stage="hlo")
+        for switch in (True, False)
     ]
-    operations, plain_operations = (re.findall(r"= (\S+ [\w-]+)\(", program) for program in programs)
+    operations, plain_operations = (
+        re.findall(r"= (\S+ [\w-]+)\(", program) for program in programs
+    )
     assert len(operations) > 100 and operations == plain_operations
 
 
@@ -453,7 +563,11 @@ def test_a_step_that_overflows_in_float16_is_taken(jit_compile):
     stack = tuple(np.full_like(each, 8.0) for each in STACK)
     ours = two_hidden("mixed_float16", **options)
     assert ours.train_step(stack).grads_finite
-    assert not two_hidden("mixed_float16", fp32_weight_gradients=False, **options).train_step(stack).grads_finite
+    assert (
+        not two_hidden("mixed_float16", fp32_weight_gradients=False, **options)
+        .train_step(stack)
+        .grads_finite
+    )
     exact = two_hidden("float32", **options)
     exact.train_step(stack)
     for a, b in zip(ours.model.get_weights(), exact.model.get_weights(), strict=True):
@@ -461,7 +575,9 @@ def test_a_step_that_overflows_in_float16_is_taken(jit_compile):
 
 
 @pytest.mark.parametrize("switched_before", [pytest.param(True, marks=pytest.mark.variant), False])
-def test_weight_gradients_of_convolutions_are_float32_and_nothing_is_computed_in_vain(switched_before):
+def test_weight_gradients_of_convolutions_are_float32_and_nothing_is_computed_in_vain(
+    switched_before,
+):
     trainer = make_trainer(
         "mixed_float16",
         lambda: keras.layers.Conv2D(4, 3, padding="same"),
@@ -475,11 +591,13 @@ def test_weight_gradients_of_convolutions_are_float32_and_nothing_is_computed_in
     convolutions = r"= (\w+)\[(\S+?)\]\S* convolution\("
     found = re.findall(convolutions, trainer.compiler_ir(IMAGES, stage="hlo"))
     assert {("f32", "3,3,3,4"), ("f32", "2,2,4,5")} <= set(found)
-    # What the two tapes of a gradient compute in vain is gone: outputs, the second layer's input gradient, and both
-    # weight gradients are left.
+    # What the two tapes of a gradient compute in vain is gone: outputs, the second layer's input
+    # gradient, and both weight gradients are left.
     assert len(re.findall(convolutions, trainer.compiler_ir(IMAGES))) == 5
     assert trainer.train_step(IMAGES).grads_finite
-    assert types(trainer.model) == (["Fp32Conv2D"] if switched_before else ["Conv2D"]) * 2 + ["Dense"]
+    assert types(trainer.model) == (["Fp32Conv2D"] if switched_before else ["Conv2D"]) * 2 + [
+        "Dense"
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -503,7 +621,9 @@ def test_weight_gradients_of_convolutions_have_second_derivatives(size, gpu):
         gradients.get_concrete_function(x)
     if not gpu:  # the penalty is of degree 4 in x, the inner gradient of degree 2
         penalty, second = gradients(x)
-        np.testing.assert_allclose(tf.reduce_sum(tf.cast(second * x, tf.float32)), 4 * penalty, rtol=0.02)
+        np.testing.assert_allclose(
+            tf.reduce_sum(tf.cast(second * x, tf.float32)), 4 * penalty, rtol=0.02
+        )
 
 
 def test_the_weight_gradient_of_a_convolution_of_one_pixel_is_a_float32_dot():
@@ -514,7 +634,9 @@ def test_the_weight_gradient_of_a_convolution_of_one_pixel_is_a_float32_dot():
         shape=(8, 7, 3),
         jit_compile=True,
     )
-    products = re.findall(r"= (\w+)\[(\S+?)\]\S* (dot|convolution)\(", trainer.compiler_ir(IMAGES, stage="hlo"))
+    products = re.findall(
+        r"= (\w+)\[(\S+?)\]\S* (dot|convolution)\(", trainer.compiler_ir(IMAGES, stage="hlo")
+    )
     assert ("f32", "3,4", "dot") in products
     assert not any(shape == "1,1,3,4" for _, shape, _ in products)
 
@@ -538,7 +660,8 @@ def test_a_head_that_is_the_embedding_too(tie_weights):
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_weights_that_a_layer_reads_in_float32_are_not_rounded(policy):
-    # An embedding, and what is told not to autocast, multiply by float32 weights inside a model: so must we.
+    # An embedding, and what is told not to autocast, multiply by float32 weights inside a model: so
+    # must we.
     ids = keras.Input((3,), dtype="int32")
     table = keras.layers.ReversibleEmbedding(7, 4, dtype=policy)
     hidden = keras.layers.Dense(4, dtype=policy, autocast=False)(table(ids))
@@ -569,7 +692,10 @@ def gated(activation, x, gate, up, down):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_a_gated_unit_that_is_computed_again_has_its_gradients(gate):
-    x, weights = draw([32, 16], "bfloat16"), [draw(shape, "float32", 1) for shape in ([16, 24], [16, 24], [24, 16])]
+    x, weights = (
+        draw([32, 16], "bfloat16"),
+        [draw(shape, "float32", 1) for shape in ([16, 24], [16, 24], [24, 16])],
+    )
 
     def gradients():
         @tf.function(jit_compile=True, autograph=False)
@@ -577,20 +703,25 @@ def test_a_gated_unit_that_is_computed_again_has_its_gradients(gate):
             return tf.gradients(gated(GATES[gate], x, *weights), [x, *weights])
 
         graph = run.get_concrete_function(x, *weights).graph
-        return run(x, *weights), [op for op in graph.get_operations() if op.type == "XlaOptimizationBarrier"]
+        return run(x, *weights), [
+            op for op in graph.get_operations() if op.type == "XlaOptimizationBarrier"
+        ]
 
     plain, none = gradients()
     with mock.patch.object(matmul, "has_gpu", lambda: True):
         again, barriers = gradients()
     assert not none and len(barriers) == 1
     assert len(barriers[0].inputs) == 3  # the preactivation, the other product and what comes back
-    assert (barriers[0].inputs[0].op.type == "Reshape") == (gate not in ("relu", "of two"))  # else the activation
+    # else the activation
+    assert (barriers[0].inputs[0].op.type == "Reshape") == (gate not in ("relu", "of two"))
     for one, other in zip(again, plain, strict=True):
         assert worst(tf.cast(one, tf.float32), tf.cast(other, "float64").numpy()) < 2e-3
 
 
 def test_what_is_no_gated_unit_is_kept():
-    """Neither a product with a scale nor one that is broadcast; and an activation is followed over a few operations."""
+    """Neither a product with a scale nor one that is broadcast; and an activation is followed over
+    a few operations.
+    """
 
     @tf.function(jit_compile=True, autograph=False)
     def run(x, kernel):
@@ -621,7 +752,10 @@ def test_of_a_gated_unit_a_gpu_keeps_the_operands_alone(gate, monkeypatch):
             return tf.gradients(x, weights)
 
         with h200.as_on_a_gpu():
-            specs = [tf.TensorSpec([rows, width], tf.bfloat16), *(tf.TensorSpec(shape) for shape in shapes)]
+            specs = [
+                tf.TensorSpec([rows, width], tf.bfloat16),
+                *(tf.TensorSpec(shape) for shape in shapes),
+            ]
             exported = compiler_ir(step, *specs, stage="stablehlo_serialized")
         return h200.compile_for_h200(exported)[1].temp_bytes
 
@@ -632,7 +766,10 @@ def test_of_a_gated_unit_a_gpu_keeps_the_operands_alone(gate, monkeypatch):
 
 
 def test_second_derivatives_go_through_a_gated_unit_that_is_computed_again():
-    x, weights = draw([8, 4], "bfloat16"), [draw(shape, "float32", 1) for shape in ([4, 6], [4, 6], [6, 2])]
+    x, weights = (
+        draw([8, 4], "bfloat16"),
+        [draw(shape, "float32", 1) for shape in ([4, 6], [4, 6], [6, 2])],
+    )
 
     def second():
         @tf.function(jit_compile=True, autograph=False)

@@ -1,4 +1,6 @@
-"""Norms and GELU with their gradients against float64 autodiff, and in a model against Keras's own layers."""
+"""Norms and GELU with their gradients against float64 autodiff, and in a model against Keras's own
+layers.
+"""
 
 from unittest import mock
 
@@ -43,14 +45,18 @@ def values_and_gradients(fn, *args):
         with tf.GradientTape() as tape:
             tape.watch(args)
             y = fn(*args)
-            loss = tf.reduce_sum(tf.sin(tf.cast(y, tf.float64 if y.dtype == tf.float64 else tf.float32)))
+            loss = tf.reduce_sum(
+                tf.sin(tf.cast(y, tf.float64 if y.dtype == tf.float64 else tf.float32))
+            )
         first = tape.gradient(loss, args, unconnected_gradients="zero")
         penalty = tf.reduce_sum(tf.cast(first[0], loss.dtype) ** 2)
     return [y, *first, *outer.gradient(penalty, args, unconnected_gradients="zero")]
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5), ("float16", 4e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5), ("float16", 4e-3)]
+)
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_is_the_unfused_expression(name, dtype, tolerance, gpu):
     ours, by_hand = NORMS[name]
@@ -76,13 +82,17 @@ def test_second_derivatives_are_those_of_the_formula_where_keras_leaves_a_term_o
             with tf.GradientTape() as tape:
                 tape.watch(x)
                 y = tf.reduce_sum(norm(x) ** 3)
-            first = tape.gradient(y, x) * tf.range(8, dtype=tf.float64)  # of a sum that is not 0 in each row
+            # of a sum that is not 0 in each row
+            first = tape.gradient(y, x) * tf.range(8, dtype=tf.float64)
         return outer.gradient(first, x)
 
     x = tf.constant(RNG.normal(size=(3, 8)))
-    np.testing.assert_allclose(second(lambda x: norms.layer_norm(x, epsilon=EPSILON)), second(plain), atol=1e-12)
+    np.testing.assert_allclose(
+        second(lambda x: norms.layer_norm(x, epsilon=EPSILON)), second(plain), atol=1e-12
+    )
     of_keras = second(lambda x: keras.ops.layer_normalization(x, epsilon=EPSILON))
-    assert np.abs(of_keras - second(plain)).max() > 0.1  # tf.nn.moments takes the mean in a variance for a constant
+    # tf.nn.moments takes the mean in a variance for a constant
+    assert np.abs(of_keras - second(plain)).max() > 0.1
 
 
 def batch_norm_of_keras(x, scale, offset):
@@ -95,7 +105,9 @@ def batch_norm_of_tensorflow(x, scale, offset):
 
 
 def gradients_of_a_penalty(norm, x, scale, offset):
-    """The values, their gradients, and those of a penalty: of cubes, since the sum of the gradients to x is 0."""
+    """The values, their gradients, and those of a penalty: of cubes, since the sum of the gradients
+    to x is 0.
+    """
     inputs = x, scale, offset
     with tf.GradientTape() as outer:
         outer.watch(inputs)
@@ -108,7 +120,9 @@ def gradients_of_a_penalty(norm, x, scale, offset):
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (4, 2, 1, 5), (2, 3, 2, 2, 5)], ids=str)
-def test_batch_norm_has_the_second_derivatives_of_keras_from_which_that_of_the_operation_differs(shape):
+def test_batch_norm_has_the_second_derivatives_of_keras_from_which_that_of_the_operation_differs(
+    shape,
+):
     x = tf.constant(RNG.normal(3, 2, shape), "float32")
     weights = [tf.constant(RNG.uniform(0.5, 2, 5), "float32") for _ in range(2)]
 
@@ -122,7 +136,9 @@ def test_batch_norm_has_the_second_derivatives_of_keras_from_which_that_of_the_o
         np.testing.assert_allclose(got, truth, rtol=2e-5, atol=2e-5 * np.abs(truth).max())
     if len(shape) == 4:
         others = compute(batch_norm_of_tensorflow, x, *weights)
-        np.testing.assert_allclose(others[1], exact[1], rtol=2e-5, atol=2e-5 * np.abs(exact[1]).max())
+        np.testing.assert_allclose(
+            others[1], exact[1], rtol=2e-5, atol=2e-5 * np.abs(exact[1]).max()
+        )
         assert np.abs(others[4] - exact[4]).max() > 1e-3 * np.abs(exact[4]).max()
 
 
@@ -144,7 +160,9 @@ def test_a_jacobian_through_batch_norm_is_kerass_and_its_gradient_and_forward_mo
     def ours(*inputs):
         return norms.batch_norm(*inputs, epsilon=EPSILON)[0]
 
-    np.testing.assert_allclose(of_jacobian(ours), of_jacobian(batch_norm_of_keras), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        of_jacobian(ours), of_jacobian(batch_norm_of_keras), rtol=1e-4, atol=1e-5
+    )
     with pytest.raises(LookupError, match="Jacobian's gradient without XLA: use jit_compile=True"):
         of_jacobian(ours, value=False)
     with pytest.raises(LookupError, match="no forward mode"), tf.autodiff.ForwardAccumulator(x, x):
@@ -159,14 +177,18 @@ def test_float16_far_from_0_keeps_its_spread(gpu):
     np.testing.assert_allclose(got, layer_norm_by_hand(tf.cast(x, tf.float64), 1.0, 0.0), atol=2e-3)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5), ("bfloat16", 3e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5), ("bfloat16", 3e-2)]
+)
 def test_gelu_as_a_gpu_computes_it(dtype, tolerance):
     x = tf.cast(tf.linspace(tf.constant(-9.0, tf.float64), 9.0, 401), dtype)
     with mock.patch.object(norms, "has_gpu", lambda: True):
         got = values_and_gradients(norms.gelu, x)
     expected = values_and_gradients(gelu_by_hand, tf.cast(x, tf.float64))
     for mine, truth in zip(got, expected, strict=True):
-        np.testing.assert_allclose(tf.cast(mine, tf.float64), truth, atol=tolerance * np.abs(truth).max())
+        np.testing.assert_allclose(
+            tf.cast(mine, tf.float64), truth, atol=tolerance * np.abs(truth).max()
+        )
 
 
 @pytest.fixture
@@ -186,10 +208,17 @@ def test_a_gelu_that_is_computed_again_is_kerass_own(gelu_of_keras):
     """Bit for bit; and its second derivative to rounding."""
     gelu = gelu_of_keras
     x = tf.cast(tf.linspace(-9.0, 9.0, 401), "bfloat16")
-    with mock.patch.object(norms, "has_gpu", lambda: True), mock.patch.object(norms, "in_xla", lambda: True):
+    with (
+        mock.patch.object(norms, "has_gpu", lambda: True),
+        mock.patch.object(norms, "in_xla", lambda: True),
+    ):
         got = values_and_gradients(lambda x: norms.activated(gelu, x), x)
-    for mine, kerass, tolerance in zip(got, values_and_gradients(gelu, x), (0, 0, 0.02), strict=True):
-        np.testing.assert_allclose(tf.cast(mine, tf.float32), tf.cast(kerass, tf.float32), atol=tolerance)
+    for mine, kerass, tolerance in zip(
+        got, values_and_gradients(gelu, x), (0, 0, 0.02), strict=True
+    ):
+        np.testing.assert_allclose(
+            tf.cast(mine, tf.float32), tf.cast(kerass, tf.float32), atol=tolerance
+        )
 
 
 @pytest.mark.parametrize("approximate", [False, True])
@@ -211,7 +240,9 @@ def test_of_a_gelu_a_gpu_keeps_its_input_and_output_alone(gelu_of_keras):
         return h200.compile_for_h200(exported)[1].temp_bytes
 
     of_one = 2 * rows * 4 * width
-    assert temp_bytes(lambda x: norms.activated(gelu, x)) <= temp_bytes(gelu) - (layers - 1) * of_one
+    assert (
+        temp_bytes(lambda x: norms.activated(gelu, x)) <= temp_bytes(gelu) - (layers - 1) * of_one
+    )
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])

@@ -9,8 +9,8 @@ import pytest
 
 from fastaccum.kernels import private
 
-# Imports TensorFlow, Keras and tf_keras once; then, for each name in a fork, hides it at all of its places and imports
-# every public name of fastaccum. A fork that fails prints the name.
+# Imports TensorFlow, Keras and tf_keras once; then, for each name in a fork, hides it at all of its
+# places and imports every public name of fastaccum. A fork that fails prints the name.
 WITHOUT_EACH = """
 import importlib, importlib.util, os, sys
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -90,7 +90,9 @@ def test_the_installed_releases_have_every_name_but_tf_keras_s():
 
 
 def test_a_place_is_found_at_the_first_that_has_it():
-    place = private.Place(("tensorflow.nowhere:gone", "math:nothing", "math:tau", "math:pi"), "", "")
+    place = private.Place(
+        ("tensorflow.nowhere:gone", "math:nothing", "math:tau", "math:pi"), "", ""
+    )
     assert place.find() == pytest.approx(6.283185)
     assert private.Place(("math:nothing",), "", "").find() is None
 
@@ -100,7 +102,8 @@ def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(private.PLACES, "gone", gone)
     assert not private.has("gone")
     with pytest.raises(
-        private.MissingName, match=r"tensorflow\.python\.gone.*reading a plan.*Off without it: the plan"
+        private.MissingName,
+        match=r"tensorflow\.python\.gone.*reading a plan.*Off without it: the plan",
     ):
         _ = private.gone
     with pytest.raises(AttributeError, match="no attribute 'never_declared'"):
@@ -111,7 +114,9 @@ def test_an_attribute_that_is_missing_is_named():
     class Layer:
         pass
 
-    with pytest.raises(private.MissingName, match="Layer has no _seed_generators, which is needed for: the seeds"):
+    with pytest.raises(
+        private.MissingName, match="Layer has no _seed_generators, which is needed for: the seeds"
+    ):
         private.seed_generators(Layer())
     with pytest.raises(private.MissingName, match="Layer has no _flatten_layers"):
         private.flatten_layers(Layer())

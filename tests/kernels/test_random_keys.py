@@ -1,4 +1,6 @@
-"""Random numbers under XLA on a CPU: the same as without the scope, with a key that is derived once."""
+"""Random numbers under XLA on a CPU: the same as without the scope, with a key that is derived
+once.
+"""
 
 import threading
 
@@ -14,7 +16,9 @@ from fastaccum.kernels.random_keys import hash_bits, hoist_prng_key
 SHAPE = [7, 5]
 SEEDS = [[1, 2], [-7, 2**31 - 1], [-(2**31), 0]]
 DRAWS = {
-    "dropout": lambda seed: tf.nn.experimental.stateless_dropout(tf.ones(SHAPE), 0.3, seed, noise_shape=[7, 1]),
+    "dropout": lambda seed: tf.nn.experimental.stateless_dropout(
+        tf.ones(SHAPE), 0.3, seed, noise_shape=[7, 1]
+    ),
     "uniform": lambda seed: tf.random.stateless_uniform(SHAPE, seed, -1.0, 2.0),
     "float16": lambda seed: tf.random.stateless_uniform(SHAPE, seed, dtype=tf.float16),
     "integers": lambda seed: tf.random.stateless_uniform(SHAPE, seed, 0, 9, tf.int32),
@@ -37,7 +41,8 @@ def draw():
 
 
 @pytest.mark.parametrize(
-    "name", ["dropout", *(pytest.param(n, marks=pytest.mark.variant) for n in DRAWS if n != "dropout")]
+    "name",
+    ["dropout", *(pytest.param(n, marks=pytest.mark.variant) for n in DRAWS if n != "dropout")],
 )
 def test_the_same_numbers_are_drawn(name):
     ours, plain = hoist_prng_key()(DRAWS[name]), DRAWS[name]
@@ -91,7 +96,9 @@ def test_a_training_draws_the_same_numbers(api, monkeypatch):
         dropped = keras.layers.Dropout(0.5)(keras.layers.GaussianNoise(0.1)(inputs), training=True)
         model = keras.Model(inputs, keras.layers.Dense(1)(dropped))
         if api == "TrainStep":
-            step = fa.TrainStep(lambda x: (tf.reduce_sum(model(x) ** 2), 4.0), model.trainable_variables, "sgd")
+            step = fa.TrainStep(
+                lambda x: (tf.reduce_sum(model(x) ** 2), 4.0), model.trainable_variables, "sgd"
+            )
             step(x)
             return [*model.get_weights()]
         trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=2)
@@ -117,13 +124,19 @@ def test_hashed_bits_stay_what_they_are():
     keys, numbers = [[0, 0], [1, 2**32 - 1], [0xDEADBEEF, 0x12345678]], [0, 1, 99_999, 2**32 - 1]
     for function in (hash_bits, compiled(hash_bits)):
         found = function(tf.constant(keys, tf.uint32), tf.constant(numbers, tf.uint32))
-        assert found.numpy().tolist() == [[expected(pair, number) for number in numbers] for pair in keys]
+        assert found.numpy().tolist() == [
+            [expected(pair, number) for number in numbers] for pair in keys
+        ]
 
 
 def test_hashed_bits_are_independent():
-    """Of 2,048 keys and 2,048 numbers: each bit is as often 1 as 0, and no two rows or columns are alike."""
+    """Of 2,048 keys and 2,048 numbers: each bit is as often 1 as 0, and no two rows or columns are
+    alike.
+    """
     keys = np.random.default_rng(0).integers(0, 2**32, (2048, 2), np.uint64).astype("uint32")
-    bits = hash_bits(tf.constant(keys), tf.range(2048, dtype=tf.int64).numpy().astype("uint32")).numpy()
+    bits = hash_bits(
+        tf.constant(keys), tf.range(2048, dtype=tf.int64).numpy().astype("uint32")
+    ).numpy()
     for bit in range(0, 32, 5):
         x = (bits >> bit & 1).astype("float32") * 2 - 1
         assert abs(x.mean()) * 2048 < 5

@@ -1,4 +1,6 @@
-"""What is computed again against the plain function: values, gradients, state, and what XLA makes of it."""
+"""What is computed again against the plain function: values, gradients, state, and what XLA makes
+of it.
+"""
 
 import functools
 import types
@@ -26,7 +28,9 @@ def jitted(function):
 
 
 def gradients_of(block, on, x=X, depth=2, **options):
-    """A step over `block`, called several times with the same weights: its loss, gradients and state after."""
+    """A step over `block`, called several times with the same weights: its loss, gradients and
+    state after.
+    """
 
     @jitted
     def step(x):
@@ -54,9 +58,14 @@ def require_close(found, expected, rtol=1e-5):
     np.testing.assert_allclose(found[0], expected[0], rtol=rtol)
     for one, other in zip(found[1], expected[1], strict=True):
         one, other = one.astype("float32"), other.astype("float32")
-        np.testing.assert_allclose(one, other, rtol=rtol, atol=rtol * max(np.abs(other).max(), 1e-3))
+        np.testing.assert_allclose(
+            one, other, rtol=rtol, atol=rtol * max(np.abs(other).max(), 1e-3)
+        )
     for one, other in zip(found[2], expected[2], strict=True):
-        exact = {"rtol": 0} if np.issubdtype(one.dtype, np.integer) else {"rtol": rtol, "atol": 1e-6}  # seeds
+        # seeds
+        exact = (
+            {"rtol": 0} if np.issubdtype(one.dtype, np.integer) else {"rtol": rtol, "atol": 1e-6}
+        )
         np.testing.assert_allclose(one, other, **exact)
 
 
@@ -68,7 +77,9 @@ class DropsTwice(layers.Layer):
         self.seed = keras.random.SeedGenerator(3)
 
     def call(self, x, training=None):
-        return keras.random.dropout(keras.random.dropout(x, 0.3, seed=self.seed), 0.3, seed=self.seed)
+        return keras.random.dropout(
+            keras.random.dropout(x, 0.3, seed=self.seed), 0.3, seed=self.seed
+        )
 
 
 def dense_block(dtype="float32", between=()):
@@ -84,7 +95,9 @@ def built(block):
 
 @pytest.fixture(scope="module")
 def random():
-    """A block with every kind of state, weights, batch statistics and seeds, and what it computes plainly."""
+    """A block with every kind of state, weights, batch statistics and seeds, and what it computes
+    plainly.
+    """
     block = dense_block(between=[DropsTwice("float32")])
     return block, gradients_of(block, on=False)
 
@@ -97,7 +110,11 @@ def test_gradients_and_state_are_the_plain_ones(random):
 def test_seeds_that_had_moved_on_would_be_seen(random, monkeypatch):
     """The control of what compares gradients: with other dropout masks they differ."""
     (block, plain), backward = random, recompute._Block.backward
-    monkeypatch.setattr(recompute._Block, "backward", lambda self, dy, _, kept: backward(self, dy, self.read(), kept))
+    monkeypatch.setattr(
+        recompute._Block,
+        "backward",
+        lambda self, dy, _, kept: backward(self, dy, self.read(), kept),
+    )
     with pytest.raises(AssertionError):
         require_close(gradients_of(block, on=True), plain)
 
@@ -107,7 +124,9 @@ def test_a_stack_within():
     require_close(gradients_of(block, on=True), gradients_of(block, on=False))
 
 
-@pytest.mark.parametrize("dtype", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.golden)])
+@pytest.mark.parametrize(
+    "dtype", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.golden)]
+)
 def test_in_mixed_precision(dtype):
     block = dense_block(dtype)
     assert fa.kernels.fp32_weight_gradients(block)
@@ -117,10 +136,14 @@ def test_in_mixed_precision(dtype):
     require_close(found, expected, rtol=1e-2 if dtype == "mixed_bfloat16" else 2e-3)
 
 
-@pytest.mark.parametrize("policy", ["auto", pytest.param(["projection"], marks=pytest.mark.variant)], ids=str)
+@pytest.mark.parametrize(
+    "policy", ["auto", pytest.param(["projection"], marks=pytest.mark.variant)], ids=str
+)
 def test_policies(policy):
     block = dense_block()
-    require_close(gradients_of(block, on=True, depth=1, policy=policy), gradients_of(block, on=False, depth=1))
+    require_close(
+        gradients_of(block, on=True, depth=1, policy=policy), gradients_of(block, on=False, depth=1)
+    )
 
 
 def test_a_policy_that_names_nothing_is_refused():
@@ -131,8 +154,9 @@ def test_a_policy_that_names_nothing_is_refused():
 
 
 def products_saved(make, x, w, kept):
-    """Counts the products that a policy saves; `make` returns the function, and is called outside of what is computed
-    again."""
+    """Counts the products that a policy saves; `make` returns the function, and is called outside
+    of what is computed again.
+    """
 
     def products(policy):
         @jitted
@@ -245,7 +269,9 @@ def test_the_gradient_of_an_embedding_stays_sparse(package):
     def step(ids):
         with tf.GradientTape() as tape:
             y = recomputed(lambda ids: embedding(ids) ** 2, ids)
-        gradient = tape.gradient(y, embedding.embeddings.value if package is keras else embedding.embeddings)
+        gradient = tape.gradient(
+            y, embedding.embeddings.value if package is keras else embedding.embeddings
+        )
         assert isinstance(gradient, tf.IndexedSlices)
         return gradient.values, gradient.indices
 
@@ -255,7 +281,9 @@ def test_the_gradient_of_an_embedding_stays_sparse(package):
 
 
 def test_draws_of_tensorflow_are_those_of_the_forward_pass():
-    """As the dropout of tf_keras makes them. y is linear in x: its gradient has the elements that were dropped."""
+    """As the dropout of tf_keras makes them. y is linear in x: its gradient has the elements that
+    were dropped.
+    """
     dropout = tf_keras.layers.Dropout(0.5)
 
     @jitted
@@ -290,7 +318,9 @@ def test_what_cannot_be_computed_again_is_refused():
 
     with pytest.raises(ValueError, match=r"draws random numbers in \['StatefulPartitionedCall'\]"):
         gradient(lambda x: drawing(x) ** 2)
-    with pytest.raises(ValueError, match=r"assigns \['Variable:0'\], which 'StatefulPartitionedCall'"):
+    with pytest.raises(
+        ValueError, match=r"assigns \['Variable:0'\], which 'StatefulPartitionedCall'"
+    ):
         gradient(counting)
     with pytest.raises(LookupError, match="no second derivatives"):
         gradient(tf.sin, order=2)
@@ -298,7 +328,9 @@ def test_what_cannot_be_computed_again_is_refused():
 
 def test_what_a_layer_puts_aside_is_read_outside():
     """As attention's scores on an attribute, which a loss reads after the call."""
-    layer = types.SimpleNamespace(last=None, several=[None, 2.0], named={"scores": None, "other": "text"})
+    layer = types.SimpleNamespace(
+        last=None, several=[None, 2.0], named={"scores": None, "other": "text"}
+    )
 
     def function(x):
         layer.last, layer.several[0], layer.named["scores"] = tf.sin(x), tf.cos(x), tf.argmax(x, -1)
@@ -316,7 +348,9 @@ def test_what_a_layer_puts_aside_is_read_outside():
         return step(tf.constant(X))
 
     expected = gradient(lambda function, x: function(x))
-    np.testing.assert_allclose(gradient(functools.partial(recomputed, layers=[layer])), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        gradient(functools.partial(recomputed, layers=[layer])), expected, atol=1e-6
+    )
 
 
 def test_elsewhere_it_is_the_function():
@@ -330,7 +364,11 @@ def test_elsewhere_it_is_the_function():
         return tape.gradient(y, x)
 
     def copies(run):
-        return [n.name for n in run.get_concrete_function(x).graph.as_graph_def().node if n.name.startswith("forward/")]
+        return [
+            n.name
+            for n in run.get_concrete_function(x).graph.as_graph_def().node
+            if n.name.startswith("forward/")
+        ]
 
     assert copies(jitted(step))  # the control: there it is not
     assert not copies(tf.function(step)) and not copies(jitted(lambda x: recomputed(tf.sin, x)))
@@ -355,7 +393,9 @@ class Again(layers.Layer):
 
 
 def trained(on, dtype, stacked):
-    """Losses and weights of a model whose blocks add losses, assign state, and stand within each other."""
+    """Losses and weights of a model whose blocks add losses, assign state, and stand within each
+    other.
+    """
     keras.utils.set_random_seed(0)
     inner = Again(keras.Sequential(dropped(dtype)), on, dtype)
     normalized = layers.BatchNormalization(dtype=dtype)
@@ -367,10 +407,14 @@ def trained(on, dtype, stacked):
     if stacked:
         blocks.append(LayerStack(lambda: Again(keras.Sequential(dropped(dtype)), on, dtype), 2))
         blocks.append(Again(TransformerBlock(2, dtype=dtype), on, dtype))
-    model = keras.Sequential([keras.Input((T,), dtype="int32"), *blocks, layers.Dense(1, dtype="float32")])
+    model = keras.Sequential(
+        [keras.Input((T,), dtype="int32"), *blocks, layers.Dense(1, dtype="float32")]
+    )
     trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2)
     ids = np.arange(8 * T).reshape(8, T) % 20
-    history = trainer.fit(ids, np.ones((8, T, 1), "float32"), batch_size=2, epochs=2, shuffle=False, verbose=0)
+    history = trainer.fit(
+        ids, np.ones((8, T, 1), "float32"), batch_size=2, epochs=2, shuffle=False, verbose=0
+    )
     return history.history["loss"], [v.numpy() for v in model.variables]
 
 
@@ -393,11 +437,15 @@ def test_a_trainer_makes_the_same_steps(dtype, stacked):
 @pytest.mark.golden
 @pytest.mark.sample
 def test_in_the_order_for_a_gpu_too(monkeypatch):
-    """There blocks add to the accumulators themselves, one block after the other: shared weights come twice."""
+    """There blocks add to the accumulators themselves, one block after the other: shared weights
+    come twice.
+    """
     block = dense_block()
 
     def train():
-        model = keras.Sequential([keras.Input((T, D)), *(Again(block, True, "float32") for _ in range(2))])
+        model = keras.Sequential(
+            [keras.Input((T, D)), *(Again(block, True, "float32") for _ in range(2))]
+        )
         trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2)
         before = [v.numpy() for v in model.variables]
         trainer.train_step((X[:, None], X[:, None]))
@@ -420,7 +468,10 @@ DEPTH, WIDTH, ROWS = 24, 256, 2048
 def compiled_chain(call):
     """A training step of `DEPTH` MLPs in a chain, compiled for an H200: its HLO and its memory."""
     with h200.weightless():
-        blocks = [keras.Sequential([layers.Dense(4 * WIDTH, "gelu"), layers.Dense(WIDTH)]) for _ in range(DEPTH)]
+        blocks = [
+            keras.Sequential([layers.Dense(4 * WIDTH, "gelu"), layers.Dense(WIDTH)])
+            for _ in range(DEPTH)
+        ]
         for block in blocks:
             block.build((ROWS, WIDTH))
     weights = [v.value for block in blocks for v in block.trainable_variables]
@@ -437,13 +488,17 @@ def compiled_chain(call):
         return loss
 
     with h200.as_on_a_gpu():
-        exported = step.experimental_get_compiler_ir(tf.TensorSpec([ROWS, WIDTH]))(stage="stablehlo_serialized")
+        exported = step.experimental_get_compiler_ir(tf.TensorSpec([ROWS, WIDTH]))(
+            stage="stablehlo_serialized"
+        )
     return h200.compile_for_h200(exported)
 
 
 @pytest.mark.golden
 def test_memory_of_a_chain_of_blocks_on_a_gpu(monkeypatch):
-    """One product a block is computed again, the first: nothing reads the second. Without the barrier none is."""
+    """One product a block is computed again, the first: nothing reads the second. Without the
+    barrier none is.
+    """
 
     def plainly(function, x):
         return function(x)
@@ -462,19 +517,31 @@ def test_memory_of_a_chain_of_blocks_on_a_gpu(monkeypatch):
 
 @pytest.mark.golden
 def test_a_step_holds_no_more_than_the_inputs_of_blocks_on_a_gpu():
-    """The gradient of each weight is added to its accumulator, in its matmul, before the block before begins."""
+    """The gradient of each weight is added to its accumulator, in its matmul, before the block
+    before begins.
+    """
     depth, width, rows = 12, 1024, 8192
 
     def compiled(on):
         with h200.weightless():
             shapes = ((4 * width, "gelu"), (width, None))
-            blocks = [keras.Sequential([layers.Dense(*s, dtype="mixed_float16") for s in shapes]) for _ in range(depth)]
-            model = keras.Sequential([keras.Input((width,)), *(Again(b, on, "mixed_float16") for b in blocks)])
-            trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=4)
+            blocks = [
+                keras.Sequential([layers.Dense(*s, dtype="mixed_float16") for s in shapes])
+                for _ in range(depth)
+            ]
+            model = keras.Sequential(
+                [keras.Input((width,)), *(Again(b, on, "mixed_float16") for b in blocks)]
+            )
+            trainer = fa.Trainer(
+                model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=4
+            )
             stack = np.zeros((2, 4, rows, width), "float16")
             text, memory = h200.compile_for_h200(h200.export_step(trainer, tuple(stack)))
-        found = list(hlo.Program(text).weight_gradients(depth * [(width, 4 * width), (4 * width, width)]))
+        found = list(
+            hlo.Program(text).weight_gradients(depth * [(width, 4 * width), (4 * width, width)])
+        )
         assert len(found) == 2 * depth and {each.added for each in found} == {"epilogue"}
-        return memory.temp_bytes - 6 * model.count_params()  # accumulators, and weights in half precision
+        # accumulators, and weights in half precision
+        return memory.temp_bytes - 6 * model.count_params()
 
     assert compiled(True) <= 0.2 * compiled(False)

@@ -66,7 +66,9 @@ def test_a_weight_that_the_forward_pass_assigns_has_no_copy():
 
     model = keras.Sequential([keras.Input((1,), dtype="float16"), Halving(dtype="mixed_float16")])
     trainer = fa.Trainer(model, keras.optimizers.SGD(0.0), "mean_absolute_error", loss_scale=1.0)
-    losses = trainer.train_step((np.ones([2, 1, 1], "float32"), np.zeros([2, 1, 1], "float32"))).loss
+    losses = trainer.train_step(
+        (np.ones([2, 1, 1], "float32"), np.zeros([2, 1, 1], "float32"))
+    ).loss
     assert losses.numpy() == (1 / 2 + 1 / 4) / 2
 
 
@@ -76,7 +78,9 @@ def test_a_weight_that_the_forward_pass_assigns_has_no_copy():
         pytest.param(matmul_fp32_wgrad, X, [8, 5], marks=[pytest.mark.variant, pytest.mark.sample]),
         (lambda *operands: einsum_fp32_wgrad("abc,dce->adbe", *operands), X, [2, 8, 3]),
         pytest.param(
-            lambda x, *kernels: convolution_fp32_wgrad(lambda x, k: tf.nn.conv1d(x, k, 1, "SAME"), x, *kernels),
+            lambda x, *kernels: convolution_fp32_wgrad(
+                lambda x, k: tf.nn.conv1d(x, k, 1, "SAME"), x, *kernels
+            ),
             X,
             [3, 8, 2],
             marks=[pytest.mark.variant, pytest.mark.sample],

@@ -15,20 +15,35 @@ BATCH = Batch(tf.TensorSpec([256, 32]), tf.TensorSpec([256], tf.int64))
 
 @pytest.fixture(scope="module")
 def memory():
-    layers = [keras.layers.Dense(64, activation="gelu", name="wide"), keras.layers.Dense(10, name="head")]
+    layers = [
+        keras.layers.Dense(64, activation="gelu", name="wide"),
+        keras.layers.Dense(10, name="head"),
+    ]
     model = keras.Sequential([keras.Input((32,)), *layers])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trainer = fa.Trainer(model, "adam", loss, gradient_accumulation_steps=4)
     return trainer, dispatch_memory(
-        trainer._builder.get_or_build(BATCH, trainer._present_options), Dispatch((stacked(BATCH, 4),))
+        trainer._builder.get_or_build(BATCH, trainer._present_options),
+        Dispatch((stacked(BATCH, 4),)),
     )
 
 
 def test_kinds_add_up_to_the_peak(memory):
     trainer, found = memory
     parameters = trainer.model.count_params()
-    assert list(found.by_kind) == ["weights", "optimizer slots", "accumulators", "activations", "data", "other"]
-    assert sum(found.by_kind.values()) == found.peak_bytes == sum(buffer.bytes for buffer in found.largest)
+    assert list(found.by_kind) == [
+        "weights",
+        "optimizer slots",
+        "accumulators",
+        "activations",
+        "data",
+        "other",
+    ]
+    assert (
+        sum(found.by_kind.values())
+        == found.peak_bytes
+        == sum(buffer.bytes for buffer in found.largest)
+    )
     assert found.by_kind["weights"] == 4 * parameters
     assert found.by_kind["optimizer slots"] == pytest.approx(8 * parameters, abs=32)
 
@@ -36,7 +51,9 @@ def test_kinds_add_up_to_the_peak(memory):
 def test_temporary_buffers_are_those_of_the_plan(memory):
     _, found = memory
     parts = ("accumulators", "activations", "other")
-    held = sum(b.bytes for b in found.buffers if b.kind in parts or b.operation.startswith("Gather"))
+    held = sum(
+        b.bytes for b in found.buffers if b.kind in parts or b.operation.startswith("Gather")
+    )
     assert held == pytest.approx(found.analysis.temp_bytes, abs=2048)
 
 
@@ -69,8 +86,12 @@ def test_the_largest_activation_is_named_by_layer_and_operation(memory):
 
 def test_data_is_named_by_its_place():
     first, second = (tf.TensorSpec([2, n]) for n in (3, 5))
-    batch = Batch({"text": [second, first], "image": first}, second, valid=tf.TensorSpec([2], tf.bool))
-    concrete = tf.function(lambda *_: 0.0, autograph=False).get_concrete_function(batch, (first, second))
+    batch = Batch(
+        {"text": [second, first], "image": first}, second, valid=tf.TensorSpec([2], tf.bool)
+    )
+    concrete = tf.function(lambda *_: 0.0, autograph=False).get_concrete_function(
+        batch, (first, second)
+    )
     named = [(b.operation, b.shape) for b in analysis._arguments(concrete)]
     assert named[:3] == [("x['image']", (2, 3)), ("x['text'][0]", (2, 5)), ("x['text'][1]", (2, 3))]
     assert named[3:] == [("y", (2, 5)), ("valid", (2,)), ("", (2, 3)), ("", (2, 5))]

@@ -23,7 +23,11 @@ def test_slots_are_those_of_the_optimizers(name):
     optimizer = getattr(keras.optimizers, name.partition(",")[0])(1e-3, **options)
     variable = keras.Variable(keras.ops.zeros([10, 100]))
     optimizer.build([variable])
-    slots = sum(v.value.shape.num_elements() for v in optimizer.variables if tuple(v.shape) == tuple(variable.shape))
+    slots = sum(
+        v.value.shape.num_elements()
+        for v in optimizer.variables
+        if tuple(v.shape) == tuple(variable.shape)
+    )
     assert 4 * slots / 1000 == formula.SLOTS[name]
 
 
@@ -37,7 +41,10 @@ def test_the_loss_cuts_its_tokens_as_the_formula_has_it(tokens, monkeypatch):
 
 
 def test_a_larger_policy_and_a_larger_micro_batch_take_more():
-    sizes = [formula.peak_bytes(formula.Setting("1.3b", 8, policy)) for policy in ("unrolled", *formula.LOOPS)]
+    sizes = [
+        formula.peak_bytes(formula.Setting("1.3b", 8, policy))
+        for policy in ("unrolled", *formula.LOOPS)
+    ]
     assert sizes == sorted(sizes, reverse=True)
     assert formula.peak_bytes(formula.Setting("1.3b", 9)) > sizes[0]
 
@@ -47,16 +54,26 @@ def test_the_page_has_the_table_of_the_formula():
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("setting", [formula.CASES[0], formula.Setting("124m", 8, "nothing_saveable")], ids=str)
+@pytest.mark.parametrize(
+    "setting", [formula.CASES[0], formula.Setting("124m", 8, "nothing_saveable")], ids=str
+)
 def test_the_formula_is_within_its_bar_of_xlas_plan(setting):
     plan = formula.plan_of(setting)
     assert formula.peak_bytes(setting) == pytest.approx(plan.peak_bytes, rel=formula.BAR)
 
 
 def test_what_the_formula_lacks_would_show():
-    """A formula without accumulators, say, or without copies in half precision, would be outside of the bar."""
+    """A formula without accumulators, say, or without copies in half precision, would be outside of
+    the bar.
+    """
     setting = formula.Setting("124m", 8, "nothing_saveable")
     found, plan = formula.parts(setting), 2_890_732_146  # compiled for an H200, 2026-11-22
     assert formula.peak_bytes(setting) == pytest.approx(plan, rel=formula.BAR)
-    for part in ("weights", "optimizer slots", "accumulators", "half-precision copies", "head and loss"):
+    for part in (
+        "weights",
+        "optimizer slots",
+        "accumulators",
+        "half-precision copies",
+        "head and loss",
+    ):
         assert abs(formula.peak_bytes(setting) - found[part] - plan) > formula.BAR * plan

@@ -1,4 +1,6 @@
-"""What cannot fit is told before a weight moves, and what runs out of memory leaves all as it was."""
+"""What cannot fit is told before a weight moves, and what runs out of memory leaves all as it
+was.
+"""
 
 import os
 import re
@@ -49,21 +51,32 @@ def test_what_cannot_fit_is_refused_before_a_weight_moves(trainer, refused):
     error, before = refused
     assert isinstance(error, MemoryError)
     assert error.limit == LIMIT < error.memory.peak_bytes == sum(error.by_kind.values())
-    assert [b.kind for b in error.largest[:2]] == ["activations"] * 2 and error.largest[0].layer.endswith("wide")
+    assert [b.kind for b in error.largest[:2]] == ["activations"] * 2 and error.largest[
+        0
+    ].layer.endswith("wide")
     for before_it, weight in zip(before, trainer.model.weights, strict=True):
         np.testing.assert_array_equal(before_it, weight.numpy())
 
 
 def test_the_error_says_where_the_bytes_are_and_what_to_change(refused):
     message = str(refused[0])
-    assert re.search(r"A train step of 2 x 512 rows takes \d\.\d+ MiB, and 1(\.0)? MiB are there", message)
-    assert all(re.search(rf"^  {kind} +\d.* +\d+%$", message, re.MULTILINE) for kind in refused[0].by_kind)
+    assert re.search(
+        r"A train step of 2 x 512 rows takes \d\.\d+ MiB, and 1(\.0)? MiB are there", message
+    )
+    assert all(
+        re.search(rf"^  {kind} +\d.* +\d+%$", message, re.MULTILINE) for kind in refused[0].by_kind
+    )
     assert len(re.findall(r"^ +\d\S* \S+  \w+( \w+)?: .*\]$", message, re.MULTILINE)) == 5
     assert "/wide MatMul [512, 256]" in message and device.LIMIT in message
-    assert f"batch_size={refused[0].fits} with gradient_accumulation_steps={2 * ROWS // refused[0].fits}" in message
+    assert (
+        f"batch_size={refused[0].fits} with "
+        f"gradient_accumulation_steps={2 * ROWS // refused[0].fits}" in message
+    )
 
 
-def test_the_batch_size_that_it_says_fits_and_twice_that_does_not(trainer, refused, monkeypatch, tmp_path):
+def test_the_batch_size_that_it_says_fits_and_twice_that_does_not(
+    trainer, refused, monkeypatch, tmp_path
+):
     fits = refused[0].fits
     monkeypatch.setenv(device.LIMIT, str(LIMIT))
     monkeypatch.setattr(trainer, "gradient_accumulation_steps", ROWS // fits)
@@ -81,8 +94,12 @@ def test_what_plainly_fits_is_not_compiled_to_find_out(trainer, monkeypatch):
     "run", ["evaluate", pytest.param("train_step", marks=[pytest.mark.variant, pytest.mark.sample])]
 )
 def test_other_programs(trainer, monkeypatch, run):
-    monkeypatch.setenv(device.LIMIT, str(LIMIT // 64))  # less than the weights; of 7 rows only 1 divides them
-    with pytest.raises(fa.OutOfMemoryError, match=f"{'An eval' if run == 'evaluate' else 'A train '}.* of . x 7 rows"):
+    # less than the weights; of 7 rows only 1 divides them
+    monkeypatch.setenv(device.LIMIT, str(LIMIT // 64))
+    with pytest.raises(
+        fa.OutOfMemoryError,
+        match=f"{'An eval' if run == 'evaluate' else 'A train '}.* of . x 7 rows",
+    ):
         if run == "evaluate":
             trainer.evaluate(X[:7], Y[:7], batch_size=7, verbose=0)
         else:
@@ -100,7 +117,10 @@ def test_what_runs_out_in_a_callback_is_not_told_as_a_train_steps(trainer):
 
 def test_later_runs_write_over_the_variables(trainer):
     def places():
-        return [np.asarray(memoryview(v.value.read_value())).ctypes.data for v in trainer.model.trainable_variables]
+        return [
+            np.asarray(memoryview(v.value.read_value())).ctypes.data
+            for v in trainer.model.trainable_variables
+        ]
 
     fit(trainer, 64)
     before = places()
@@ -111,10 +131,16 @@ def test_later_runs_write_over_the_variables(trainer):
 def test_where_copies_of_the_variables_do_not_fit_the_first_run_is_rehearsed(monkeypatch):
     """It writes over the variables, so what it takes is asked for before."""
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64, use_bias=False)])
-    trainer, x, y = fa.Trainer(model, "sgd", "mse"), np.ones([8, 16], "float32"), np.ones([8, 64], "float32")
+    trainer, x, y = (
+        fa.Trainer(model, "sgd", "mse"),
+        np.ones([8, 16], "float32"),
+        np.ones([8, 64], "float32"),
+    )
     peak, rehearsed = trainer.summary(x, y, batch_size=8, verbose=False).memory.peak_bytes, []
     monkeypatch.setenv(device.LIMIT, str(peak))
-    monkeypatch.setattr(guard, "preserve_variables", lambda captured: pytest.fail("more than there is"))
+    monkeypatch.setattr(
+        guard, "preserve_variables", lambda captured: pytest.fail("more than there is")
+    )
     monkeypatch.setattr(guard, "_rehearse", rehearsed.append)
     trainer.train_step((x[None], y[None]))
     assert [memory.peak_bytes for memory in rehearsed] == [pytest.approx(peak, rel=0.01)]
@@ -129,17 +155,27 @@ def test_advice(monkeypatch):
     held = {"weights": 10, "optimizer slots": 40, "activations": 50, "data": 50}
     found = [buffers.Buffer(size, kind, "", "", (8, 50_000)) for kind, size in held.items()]
     memory = buffers.StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(found))
-    for has_gpu, says in ((True, "batch_size=8.*LinearCross.*remat.*Lion.*steps_per"), (False, "^(?!.*remat)")):
+    for has_gpu, says in (
+        (True, "batch_size=8.*LinearCross.*remat.*Lion.*steps_per"),
+        (False, "^(?!.*remat)"),
+    ):
         monkeypatch.setattr(errors, "has_gpu", lambda has_gpu=has_gpu: has_gpu)
         assert re.search(says, " ".join(errors.advice(memory, (8, 4), [output(50_000)])))
     (line,) = errors.head_advice(memory, [output(50_000, ignore_class=-1)])
     assert line == "loss=fastaccum.LinearCrossEntropy(ignore_index=-1)"
-    for other in (output(10), output(50_000, from_logits=False), output(50_000)._replace(loss=keras.losses.Hinge())):
+    for other in (
+        output(10),
+        output(50_000, from_logits=False),
+        output(50_000)._replace(loss=keras.losses.Hinge()),
+    ):
         assert not re.search("Linear", " ".join(errors.advice(memory, None, [other])))
-    small = [found[0], *found[2:], buffers.Buffer(1000, "activations", "", "", (8,))]  # data alone is beyond the limit
+    # data alone is beyond the limit
+    small = [found[0], *found[2:], buffers.Buffer(1000, "activations", "", "", (8,))]
     of_small = buffers.StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(small))
     assert "Fewer rows an update" in errors.advice(of_small, None, limit=40)[0]
-    told = str(errors.explain("", of_small, 40, (), training=False)).partition("What to change:\n")[2]
+    told = str(errors.explain("", of_small, 40, (), training=False)).partition("What to change:\n")[
+        2
+    ]
     assert told == "  - Evaluate with a smaller batch_size."
     assert not errors.advice(of_small, None, limit=10**5)
     assert errors._ELSE in str(errors.explain("", of_small, 10**5, (), note="More."))
@@ -184,8 +220,14 @@ def test_memory_that_runs_out_while_a_step_is_diagnosed_is_explained(monkeypatch
 @pytest.mark.faults
 @pytest.mark.parametrize("told", ["before", "at run time"])
 def test_a_limited_device(tmp_path, told):
-    """TensorFlow's allocator has 64 MiB for a step that takes three times that; the check may be told of more."""
-    pool = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPU_BFC_MEM_LIMIT_IN_MB": "64", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    """TensorFlow's allocator has 64 MiB for a step that takes three times that; the check may be
+    told of more.
+    """
+    pool = {
+        "TF_CPU_ALLOCATOR_USE_BFC": "1",
+        "TF_CPU_BFC_MEM_LIMIT_IN_MB": "64",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
     more = {device.LIMIT: "16GiB"} if told == "at run time" else {}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(RUNS_OUT)],
@@ -199,5 +241,8 @@ def test_a_limited_device(tmp_path, told):
     assert not done.returncode, done.stderr[-2000:]
     cause = "ResourceExhaustedError" if more else "None"
     assert len(re.findall(rf"^{cause} \d+ ", done.stdout, re.MULTILINE)) == 2
-    assert done.stdout.count("The variables are as they were." if more else "Nothing was changed.") == 2
+    assert (
+        done.stdout.count("The variables are as they were." if more else "Nothing was changed.")
+        == 2
+    )
     assert done.stdout.endswith("went on with 2 epochs\n")

@@ -1,4 +1,6 @@
-"""`fa.plan` and `fit(batch_size="auto")`: the choice, what it leaves as it was, and what it refuses."""
+"""`fa.plan` and `fit(batch_size="auto")`: the choice, what it leaves as it was, and what it
+refuses.
+"""
 
 import gc
 import traceback
@@ -23,19 +25,32 @@ SAMPLE = X[:1], Y[:1]
 
 def dense(**options):
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(512, "relu", name="inner"), keras.layers.Dropout(0.2), keras.layers.Dense(10)]
+    layers = [
+        keras.layers.Dense(512, "relu", name="inner"),
+        keras.layers.Dropout(0.2),
+        keras.layers.Dense(10),
+    ]
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = keras.Sequential([keras.Input((64,)), *layers])
     return fa.Trainer(model, "sgd", loss, metrics=["accuracy"], **options)
 
 
 def state(trainer):
-    variables = [*trainer.model.variables, *trainer.optimizer.variables, *trainer._step.running.variables]
+    variables = [
+        *trainer.model.variables,
+        *trainer.optimizer.variables,
+        *trainer._step.running.variables,
+    ]
     return [v.numpy() for v in variables]
 
 
 def memory(trainer, rows, global_batch):
-    sample = specs(trainer._recipe.make_source(*SAMPLE, None, trainer._present_options, batch_size=None).sample, rows)
+    sample = specs(
+        trainer._recipe.make_source(
+            *SAMPLE, None, trainer._present_options, batch_size=None
+        ).sample,
+        rows,
+    )
     sample = sample._replace(valid=tf.TensorSpec([rows], tf.bool))
     with trainer._step.temporary_retrace():
         return dispatch_memory(trainer._step, Dispatch((stacked(sample, global_batch // rows),)))
@@ -74,7 +89,8 @@ def test_a_plan_leaves_trainer_and_model_as_they_were(planned):
     for a, b in zip(before, after, strict=True):
         np.testing.assert_array_equal(a, b)
     assert trainer.gradient_accumulation_steps == 1
-    assert trainer._step.compiled_execute.function.experimental_get_tracing_count() == 1  # that of its fit
+    # that of its fit
+    assert trainer._step.compiled_execute.function.experimental_get_tracing_count() == 1
 
 
 def test_a_plan_is_a_table(planned):
@@ -83,7 +99,10 @@ def test_a_plan_is_a_table(planned):
     rows = sorted(each.batch_size for each in plan.considered)
     assert [line.split()[0] for line in lines[1:-1]] == [str(each) for each in rows]
     assert [line.split()[0] for line in lines if "chosen" in line] == ["4"]
-    assert lines[-1].startswith("batch_size=4 x 4 micro-batches = 16 rows: ") and plan.summary == lines[-1]
+    assert (
+        lines[-1].startswith("batch_size=4 x 4 micro-batches = 16 rows: ")
+        and plan.summary == lines[-1]
+    )
 
 
 def test_a_dispatch_of_several_steps_holds_the_data_of_all(planned, monkeypatch):
@@ -105,8 +124,11 @@ def test_with_room_for_all_rows_one_program_is_compiled(planned):
 def test_nothing_fits(planned, monkeypatch):
     trainer = planned[0]
     monkeypatch.setattr(planner, "has_gpu", lambda: True)  # where recomputation saves memory
-    with pytest.raises(fa.OutOfMemoryError, match=r"micro-batch of 1 row fits: .* 97\.7 KiB are there") as raised:
-        fa.plan(trainer, SAMPLE, global_batch_size=1.0, memory_limit="100 KB")  # a whole number, as of a division
+    with pytest.raises(
+        fa.OutOfMemoryError, match=r"micro-batch of 1 row fits: .* 97\.7 KiB are there"
+    ) as raised:
+        # a whole number, as of a division
+        fa.plan(trainer, SAMPLE, global_batch_size=1.0, memory_limit="100 KB")
     assert raised.value.largest[0].layer.endswith("/inner") and raised.value.limit == 100_000
     for each in ("weights  ", "The largest:", "What to change:", "recompute='auto'"):
         assert each in str(raised.value)
@@ -118,11 +140,20 @@ def test_auto_is_the_fit_with_what_it_chose(data, monkeypatch, capsys):
     monkeypatch.setattr(planner, "candidates", lambda *_: [4, 8])
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
     same, auto = dense(gradient_accumulation_steps=2), dense()
-    auto.fit(*((X, Y) if data == "arrays" else (dataset,)), batch_size="auto", global_batch_size=16, epochs=2)
+    auto.fit(
+        *((X, Y) if data == "arrays" else (dataset,)),
+        batch_size="auto",
+        global_batch_size=16,
+        epochs=2,
+    )
     assert auto.gradient_accumulation_steps == 2
     said = capsys.readouterr()
-    assert "batch_size=8 x 2 micro-batches = 16 rows: at most " in said.out and "(0 programs compiled, " in said.out
-    assert "compiling program" not in said.err  # there is plainly room: the program that trains is the only one
+    assert (
+        "batch_size=8 x 2 micro-batches = 16 rows: at most " in said.out
+        and "(0 programs compiled, " in said.out
+    )
+    # there is plainly room: the program that trains is the only one
+    assert "compiling program" not in said.err
     keras.utils.set_random_seed(0)
     same.fit(*((X, Y, 8) if data == "arrays" else (dataset.rebatch(8),)), epochs=2)
     for a, b in zip(state(auto), state(same), strict=True):
@@ -130,10 +161,14 @@ def test_auto_is_the_fit_with_what_it_chose(data, monkeypatch, capsys):
 
 
 def test_what_recomputation_adds_is_told_of_one_micro_batch(planned):
-    """That with the fewest rows, which was compiled with and without: larger ones may compute less."""
+    """That with the fewest rows, which was compiled with and without: larger ones may compute
+    less.
+    """
     found = planner.Planner(planned[0]._step, None, 8)
     compiled = [(None, 8, 1000), (None, 1, 1200), ("auto", 1, 1560), ("auto", 4, 1400)]
-    found._considered = [planner.Considered(rows, 8 // rows, policy, 0, True, n) for policy, rows, n in compiled]
+    found._considered = [
+        planner.Considered(rows, 8 // rows, policy, 0, True, n) for policy, rows, n in compiled
+    ]
     assert found._planned("auto", 4).extra_flops == pytest.approx(0.3)
 
 
@@ -151,21 +186,42 @@ def batches():
 
 
 REFUSED = [
-    (lambda t: t.fit(X, Y, batch_size="auto"), 'batch_size="auto" needs global_batch_size=N, the rows of an update'),
+    (
+        lambda t: t.fit(X, Y, batch_size="auto"),
+        'batch_size="auto" needs global_batch_size=N, the rows of an update',
+    ),
     (
         lambda t: t.fit(X, Y, batch_size=8, global_batch_size=16),
         'global_batch_size=16 needs batch_size="auto", .* and not batch_size=8',
     ),
-    (lambda t: t.fit(batches(), batch_size="auto", global_batch_size=16), "yields batches of its own"),
-    (lambda t: fa.plan(t, batches(), global_batch_size=16), "sample is a generator: pass one of its batches"),
-    (lambda t: fa.plan(t, SAMPLE, global_batch_size=0), "global_batch_size=0 must be a whole number of at least 1"),
-    (lambda t: fa.plan(t, SAMPLE, global_batch_size=16, memory_limit="much"), "memory_limit='much' is not a size"),
+    (
+        lambda t: t.fit(batches(), batch_size="auto", global_batch_size=16),
+        "yields batches of its own",
+    ),
+    (
+        lambda t: fa.plan(t, batches(), global_batch_size=16),
+        "sample is a generator: pass one of its batches",
+    ),
+    (
+        lambda t: fa.plan(t, SAMPLE, global_batch_size=0),
+        "global_batch_size=0 must be a whole number of at least 1",
+    ),
+    (
+        lambda t: fa.plan(t, SAMPLE, global_batch_size=16, memory_limit="much"),
+        "memory_limit='much' is not a size",
+    ),
     (
         lambda t: fa.plan(t, SAMPLE, global_batch_size=16, memory_limit="24"),
         """memory_limit='24' would be 24 bytes, since it has no unit: pass "24GiB", or "24MiB".""",
     ),
-    (lambda t: fa.plan(t, SAMPLE, global_batch_size=16, memory_limit=80), 'pass "80GiB", or "80MiB"'),
-    (lambda t: fa.plan(t, SAMPLE, global_batch_size=16, recompute="all"), "recompute='all' must be 'auto'"),
+    (
+        lambda t: fa.plan(t, SAMPLE, global_batch_size=16, memory_limit=80),
+        'pass "80GiB", or "80MiB"',
+    ),
+    (
+        lambda t: fa.plan(t, SAMPLE, global_batch_size=16, recompute="all"),
+        "recompute='all' must be 'auto'",
+    ),
     (lambda t: fa.plan(t, (X[:1], None), global_batch_size=16), "y=None"),
     (lambda t: fa.plan(t.model, SAMPLE, global_batch_size=16), "is not a fastaccum.Trainer"),
 ]
@@ -219,7 +275,9 @@ def test_without_xla_there_is_nothing_to_read():
 
 
 def test_rows_of_unknown_length():
-    model = keras.Sequential([keras.Input((None,)), keras.layers.Embedding(5, 4), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [keras.Input((None,)), keras.layers.Embedding(5, 4), keras.layers.Dense(1)]
+    )
     signature = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None, 1], tf.float32)
     data = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=signature)
     with pytest.raises(ValueError, match=r"rows are of shape \(None,\)"):
@@ -229,7 +287,9 @@ def test_rows_of_unknown_length():
 def test_replicas_must_divide_the_global_batch():
     assert planner.candidates(24, replicas=2) == [2, 4, 6, 8, 12, 24]
     assert planner.candidates(24, at_most=7) == [1, 2, 3, 4, 6]
-    with pytest.raises(ValueError, match="global_batch_size=25 cannot be shared equally by 2 replicas"):
+    with pytest.raises(
+        ValueError, match="global_batch_size=25 cannot be shared equally by 2 replicas"
+    ):
         planner.candidates(25, replicas=2)
 
 
@@ -257,14 +317,22 @@ def test_recomputation_is_turned_on_where_nothing_fits_without():
 
 def test_a_model_without_blocks_is_told_that_nothing_fits(planned, capsys):
     with pytest.raises(MemoryError, match="1 row fits: ") as raised:
-        fa.plan(trainer=planned[0], sample=SAMPLE, global_batch_size=1, memory_limit="100 KB", recompute="auto")
+        fa.plan(
+            trainer=planned[0],
+            sample=SAMPLE,
+            global_batch_size=1,
+            memory_limit="100 KB",
+            recompute="auto",
+        )
     assert "program 1, micro-batches of 1 row\n" in capsys.readouterr().err
     changes = str(raised.value).partition("What to change:")[2]
     assert "has no blocks" in changes and "recompute='auto'" not in changes
 
 
 class Counting(keras.layers.Layer):
-    """Counts its calls in a branch, where what is computed again cannot start from the same number."""
+    """Counts its calls in a branch, where what is computed again cannot start from the same
+    number.
+    """
 
     def build(self, shape):
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
@@ -272,7 +340,9 @@ class Counting(keras.layers.Layer):
         self.inner.build(shape)
 
     def call(self, x):
-        counted = tf.cond(tf.reduce_sum(x) > 0, lambda: self.calls.value.assign_add(1.0), lambda: 0.0)
+        counted = tf.cond(
+            tf.reduce_sum(x) > 0, lambda: self.calls.value.assign_add(1.0), lambda: 0.0
+        )
         return self.inner(x) + 0.0 * counted
 
     def compute_output_shape(self, shape):
@@ -282,7 +352,9 @@ class Counting(keras.layers.Layer):
 def test_a_model_that_cannot_be_computed_again_is_told_that_nothing_fits_and_why():
     model = keras.Sequential([keras.Input((8,)), Counting(), Counting(), keras.layers.Dense(1)])
     asked = {"global_batch_size": 1, "memory_limit": "1KB", "recompute": "auto", "verbose": 0}
-    with pytest.raises(MemoryError, match=r"(?s)1 row fits: .*What is to be computed again assigns .*recomputed\.$"):
+    with pytest.raises(
+        MemoryError, match=r"(?s)1 row fits: .*What is to be computed again assigns .*recomputed\.$"
+    ):
         fa.plan(fa.Trainer(model, "sgd", "mse"), (np.zeros((1, 8)), np.zeros((1, 1))), **asked)
     assert not installed(model)
 
@@ -291,11 +363,18 @@ def test_without_xla_no_policy_is_recommended():
     """No block would be computed again, whatever XLA's plan says."""
 
     def block():
-        return keras.Sequential([keras.layers.Conv2D(8, 5, padding="same", activation="tanh") for _ in range(2)])
+        return keras.Sequential(
+            [keras.layers.Conv2D(8, 5, padding="same", activation="tanh") for _ in range(2)]
+        )
 
     model = keras.Sequential([keras.Input((16, 16, 8)), block(), block(), block()])
-    sample, asked = (np.zeros((1, 16, 16, 8)),) * 2, {"global_batch_size": 1, "recompute": "auto", "verbose": 0}
+    sample, asked = (
+        (np.zeros((1, 16, 16, 8)),) * 2,
+        {"global_batch_size": 1, "recompute": "auto", "verbose": 0},
+    )
     with pytest.raises(MemoryError, match=r"(?s)1 row fits: .*The step runs without XLA"):
         fa.plan(fa.Trainer(model, "sgd", "mse"), sample, **asked, memory_limit="1KB")
     with pytest.raises(MemoryError, match="nor does it with recompute="):
-        fa.plan(fa.Trainer(model, "sgd", "mse", jit_compile=True), sample, **asked, memory_limit="1KB")
+        fa.plan(
+            fa.Trainer(model, "sgd", "mse", jit_compile=True), sample, **asked, memory_limit="1KB"
+        )

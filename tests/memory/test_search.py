@@ -1,4 +1,6 @@
-"""The search for the largest micro-batch that fits: always the right one, verified, in few compilations."""
+"""The search for the largest micro-batch that fits: always the right one, verified, in few
+compilations.
+"""
 
 import math
 

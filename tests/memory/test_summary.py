@@ -1,4 +1,6 @@
-"""`Trainer.summary`: FLOPs against arithmetic by hand, the figures of the table, all kinds of models."""
+"""`Trainer.summary`: FLOPs against arithmetic by hand, the figures of the table, all kinds of
+models.
+"""
 
 import keras
 import numpy as np
@@ -25,14 +27,18 @@ def norm(found):
 
 
 def test_flops_of_dense_layers():
-    found = summarized([keras.layers.Dense(64, use_bias=False), keras.layers.Dense(8, use_bias=False)], [32], [8])
+    found = summarized(
+        [keras.layers.Dense(64, use_bias=False), keras.layers.Dense(8, use_bias=False)], [32], [8]
+    )
     # Forward, by weights, and by inputs where a layer is below.
     products = 2 * K * ROWS * (2 * 32 * 64 + 3 * 64 * 8)
     assert products <= found.flops <= products + norm(found)
 
 
 def test_flops_of_convolutions():
-    layers = [keras.layers.Conv2D(n, 3, padding=p, use_bias=False) for n, p in ((5, "valid"), (7, "same"))]
+    layers = [
+        keras.layers.Conv2D(n, 3, padding=p, use_bias=False) for n, p in ((5, "valid"), (7, "same"))
+    ]
     found = summarized(layers, [10, 10, 3], [8, 8, 7])
     # Along each axis, the pairs of an output and a weight that meet an input, not the padding.
     pairs = [(3 * 8) ** 2, (3 * 8 - 2) ** 2]
@@ -47,7 +53,8 @@ def test_flops_of_attention():
     trainer = fa.Trainer(keras.Model(x, y), "sgd", "mse", gradient_accumulation_steps=K)
     data = np.zeros((K * B, T, D), "float32")
     found = trainer.summary(data, data, batch_size=B, verbose=False)
-    # Of queries, keys and values: forward and by weights. Of the output by inputs too, and so of scores and values.
+    # Of queries, keys and values: forward and by weights. Of the output by inputs too, and so of
+    # scores and values.
     products = 2 * K * B * T * D * (2 * 3 * D + 3 * D + 3 * 2 * T)
     assert products <= found.flops <= products + norm(found)
 
@@ -83,7 +90,9 @@ def test_the_table_has_the_figures(capsys):
     found = trainer.summary(x, y, batch_size=ROWS)
     assert capsys.readouterr().out == f"{found}\n" and found.programs == ()
     assert (found.trainable_parameters, found.frozen_parameters) == (8 * 4 + 4, 32 * 8 + 8)
-    assert found.memory.by_kind["optimizer slots"] == pytest.approx(2 * 4 * found.trainable_parameters, abs=16)
+    assert found.memory.by_kind["optimizer slots"] == pytest.approx(
+        2 * 4 * found.trainable_parameters, abs=16
+    )
     for text in ("36", "264", "GFLOP", "accumulators", f"{K} x {ROWS} rows"):
         assert text in str(found)
     trainer.fit(x, y, batch_size=ROWS, verbose=0)
@@ -93,11 +102,14 @@ def test_the_table_has_the_figures(capsys):
     assert again.flops == found.flops and again.memory.peak_bytes == found.memory.peak_bytes
     assert [program.name for program in again.programs] == ["train step"]
     assert (K, ROWS, 32) in again.programs[0].shapes and again.programs[0].seconds > 0
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)  # of which the last could be short
+    # of which the last could be short
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
     with pytest.raises(ValueError, match="pass batch_size"):
         trainer.summary(batches)
     assert trainer.summary(batches, batch_size=2 * ROWS, verbose=False).flops > 1.5 * found.flops
-    assert all(np.array_equal(a, b.numpy()) for a, b in zip(before[:2], model.weights[:2], strict=True))
+    assert all(
+        np.array_equal(a, b.numpy()) for a, b in zip(before[:2], model.weights[:2], strict=True)
+    )
 
 
 @pytest.mark.variant
@@ -116,7 +128,9 @@ def test_recomputation_shows_in_flops_and_in_memory():
 def test_of_a_tf_keras_model():
     import tf_keras
 
-    model = tf_keras.Sequential([tf_keras.layers.Dense(8, use_bias=False), tf_keras.layers.Dense(4, use_bias=False)])
+    model = tf_keras.Sequential(
+        [tf_keras.layers.Dense(8, use_bias=False), tf_keras.layers.Dense(4, use_bias=False)]
+    )
     trainer = fa.Trainer(model, tf_keras.optimizers.SGD(), "mse", gradient_accumulation_steps=K)
     x, y = np.zeros((K * ROWS, 32), "float32"), np.zeros((K * ROWS, 4), "float32")
     found = trainer.summary(x, y, batch_size=ROWS, verbose=False)
@@ -158,25 +172,35 @@ def test_of_a_gpts_program_for_an_h200():
     )
     found, launched = cost.count([proto]), kernels.read(compiled.text)
     assert found.flops == sum(kernel.flops * kernel.times for kernel in launched)
-    # What the norm of the gradient and the rotary tables multiply is no part of the model's own arithmetic.
+    # What the norm of the gradient and the rotary tables multiply is no part of the model's own
+    # arithmetic.
     assert found.flops == pytest.approx(gpt.flops, rel=0.02)
 
 
 def test_a_large_table_of_logits_comes_with_the_argument_that_saves_it():
     x = np.zeros((2, 64), "int32")
     for loss, advice in (
-        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), ("loss=fastaccum.LinearCrossEntropy()",)),
+        (
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            ("loss=fastaccum.LinearCrossEntropy()",),
+        ),
         (fa.LinearCrossEntropy(chunk_size=64), ()),
     ):
-        model = keras.Sequential([keras.Input((64,)), keras.layers.Embedding(9, 8), keras.layers.Dense(5000)])
+        model = keras.Sequential(
+            [keras.Input((64,)), keras.layers.Embedding(9, 8), keras.layers.Dense(5000)]
+        )
         found = fa.Trainer(model, "sgd", loss).summary(x, x, batch_size=2, verbose=False)
         assert found.advice == advice and all(line in str(found) for line in advice)
 
 
 def test_a_summary_is_shown_in_one_line():
-    """`Trainer.summary` has printed the table: on the last line of a notebook's cell it would come twice."""
+    """`Trainer.summary` has printed the table: on the last line of a notebook's cell it would come
+    twice.
+    """
     model = keras.Sequential([keras.Input([4]), keras.layers.Dense(8)], name="small")
     trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=K)
     found = trainer.summary(np.zeros((K, 4)), np.zeros((K, 8)), batch_size=1, verbose=False)
-    assert repr(found).startswith("<Summary of small: a train step of 3 x 1 row: 40 trainable parameters, ")
+    assert repr(found).startswith(
+        "<Summary of small: a train step of 3 x 1 row: 40 trainable parameters, "
+    )
     assert "small: a train step of 3 x 1 row\n" in str(found)

@@ -1,4 +1,6 @@
-"""What another process compiled is loaded if it is whole and ours, and else never seen by TensorFlow."""
+"""What another process compiled is loaded if it is whole and ours, and else never seen by
+TensorFlow.
+"""
 
 import hashlib
 import json
@@ -75,15 +77,21 @@ def test_a_damaged_entry_is_moved_aside(cache, tmp_path, damage):
     damage(cache.store / ENTRY)
     with pytest.warns(RuntimeWarning, match="damaged or was changed: moved aside"):
         assert offered(cache, tmp_path) == []
-    assert os.path.lexists(cache.store / f"{ENTRY}.damaged") and not os.path.lexists(cache.store / ENTRY)
+    assert os.path.lexists(cache.store / f"{ENTRY}.damaged") and not os.path.lexists(
+        cache.store / ENTRY
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert offered(cache, tmp_path) == []  # once
 
 
-@pytest.mark.parametrize("seal", [None, "", "{}", "[]", '{"key": "another", "function": "__inference_step"}', "\0"])
+@pytest.mark.parametrize(
+    "seal", [None, "", "{}", "[]", '{"key": "another", "function": "__inference_step"}', "\0"]
+)
 def test_what_was_planted_or_left_unsealed_is_not_offered(cache, tmp_path, seal):
-    """As a process leaves it that is killed before it sealed, or another version's folder by this one's name."""
+    """As a process leaves it that is killed before it sealed, or another version's folder by this
+    one's name.
+    """
     planted = ENTRY.replace("1", "3")
     (cache.store / planted).write_bytes(b"planted")
     if seal is not None:
@@ -114,7 +122,9 @@ def test_another_cpu_has_a_folder_of_its_own(tmp_path, monkeypatch, line, other)
 
     def store(of_cpu):
         said = f"processor\t: 0\n{of_cpu}\nbogomips\t: 4500\n"
-        monkeypatch.setattr(Path, "read_text", lambda p, *a, **k: said if p.name == "cpuinfo" else read(p, *a, **k))
+        monkeypatch.setattr(
+            Path, "read_text", lambda p, *a, **k: said if p.name == "cpuinfo" else read(p, *a, **k)
+        )
         return CompileCache(tmp_path).store
 
     assert store(line) == store(f"{line}\ncpu MHz\t: 2250") != store(other)
@@ -171,18 +181,28 @@ def _is(output, given):
 
 
 def test_the_loop_of_a_step_takes_no_constants_from_outside():
-    """TensorFlow copies them into the loop in an order, and by names, that differ from process to process."""
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(2)])
-    program, batch = Trainer(model, "adamw", "mse", gradient_accumulation_steps=2)._step_inputs.program(
-        2 * (np.ones((2, 3, 2)),)
+    """TensorFlow copies them into the loop in an order, and by names, that differ from process to
+    process.
+    """
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(2)]
     )
+    program, batch = Trainer(
+        model, "adamw", "mse", gradient_accumulation_steps=2
+    )._step_inputs.program(2 * (np.ones((2, 3, 2)),))
     graph = program.trace(batch).graph
     loops = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
     assert loops
     for loop in loops:
         body = graph._get_function(loop.get_attr("body").name).graph
-        kept = [t.op.name for t, i, o in zip(loop.inputs, body.inputs, body.outputs, strict=True) if _is(o, i)]
-        constants = [name for name in kept if graph.get_operation_by_name(name).type in ("Const", "Fill")]
+        kept = [
+            t.op.name
+            for t, i, o in zip(loop.inputs, body.inputs, body.outputs, strict=True)
+            if _is(o, i)
+        ]
+        constants = [
+            name for name in kept if graph.get_operation_by_name(name).type in ("Const", "Fill")
+        ]
         assert len(constants) <= 1  # the loop's own bound
 
 
@@ -201,7 +221,9 @@ def test_while_a_program_loads_what_ends_the_process_is_still_told(capfd):
 
 def start(folder, *changes, **options):
     command = [sys.executable, str(HELPER), str(folder), *changes]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
 
 
 def ended(process):
@@ -329,7 +351,10 @@ def test_training_goes_on_without_a_disk(plain, full):
     for folder in (full / "cache", "/proc/1/cache"):
         went_on = ended(start(folder))
         assert went_on["weights"] == plain["weights"]
-        assert len(went_on["warned"]) == 1 and "compile_cache is not used from here on" in went_on["warned"][0]
+        assert (
+            len(went_on["warned"]) == 1
+            and "compile_cache is not used from here on" in went_on["warned"][0]
+        )
     assert not list(full.glob("cache/*/*"))
 
 
@@ -341,5 +366,7 @@ def test_too_late_is_said(tmp_path):
         "from fastaccum.step import compile_cache\n"
         f"compile_cache.use({str(tmp_path)!r})\n"
     )
-    done = subprocess.run([sys.executable, "-c", late], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", late], capture_output=True, text=True, timeout=300, check=True
+    )
     assert "Make the Trainer with compile_cache before anything is compiled" in done.stderr

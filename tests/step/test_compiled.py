@@ -27,7 +27,9 @@ def make_trainer(policy="mixed_float16", **options):
         ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return fa.Trainer(model, keras.optimizers.AdamW(1e-3), loss, ["accuracy"], clip_norm=1.0, **options)
+    return fa.Trainer(
+        model, keras.optimizers.AdamW(1e-3), loss, ["accuracy"], clip_norm=1.0, **options
+    )
 
 
 def make_stack(micro_batches=K):
@@ -55,7 +57,11 @@ def instructions(hlo, opcode):
 
 
 def test_one_loop_with_a_trip_count_that_xla_knows(hlo):
-    loops = [line for line in instructions(hlo, "while") if "known_trip_count" not in line or f'"n":"{K}"' in line]
+    loops = [
+        line
+        for line in instructions(hlo, "while")
+        if "known_trip_count" not in line or f'"n":"{K}"' in line
+    ]
     assert len(loops) == 1
     assert re.search(rf'known_trip_count":\{{"n":"{K}"\}}', loops[0])
 
@@ -71,7 +77,9 @@ def transformer():
 
 
 def two_outputs():
-    """Two losses with divisors of their own: these are known before the first gradient, at no cost."""
+    """Two losses with divisors of their own: these are known before the first gradient, at no
+    cost.
+    """
     inputs = keras.Input((3,))
     hidden = keras.layers.Dense(4, activity_regularizer="l2")(inputs)
     model = keras.Model(inputs, [keras.layers.Dense(1)(hidden), keras.layers.Dense(2)(hidden)])
@@ -80,7 +88,8 @@ def two_outputs():
 
 
 @pytest.mark.parametrize(
-    "make", [pytest.param(transformer, marks=[pytest.mark.variant, pytest.mark.sample]), two_outputs]
+    "make",
+    [pytest.param(transformer, marks=[pytest.mark.variant, pytest.mark.sample]), two_outputs],
 )
 def test_every_loop_has_a_known_trip_count_in_other_models_too(make):
     trainer, stack = make()
@@ -92,7 +101,9 @@ def test_every_loop_has_a_known_trip_count_in_other_models_too(make):
     assert not instructions(hlo, "conditional")
 
 
-@pytest.mark.parametrize("opcode", ["conditional", "infeed", "outfeed", "send", "recv", "send-done", "recv-done"])
+@pytest.mark.parametrize(
+    "opcode", ["conditional", "infeed", "outfeed", "send", "recv", "send-done", "recv-done"]
+)
 def test_nothing_asks_the_host(hlo, opcode):
     assert not instructions(hlo, opcode)
     assert "xla_python" not in hlo and "host_callback" not in hlo and "xla_ffi_python" not in hlo
@@ -123,10 +134,14 @@ def test_memory_is_flat_in_the_number_of_micro_batches(trainer, memory):
 
 
 def test_memory_is_that_of_a_plain_micro_step_and_the_accumulators():
-    """At most 4.2 bytes per parameter above one plain XLA step on one micro-batch: the select of a skip costs none."""
+    """At most 4.2 bytes per parameter above one plain XLA step on one micro-batch: the select of a
+    skip costs none.
+    """
 
     def model():
-        return keras.Sequential([keras.Input((64,)), *(keras.layers.Dense(512, "relu") for _ in range(3))])
+        return keras.Sequential(
+            [keras.Input((64,)), *(keras.layers.Dense(512, "relu") for _ in range(3))]
+        )
 
     plain, optimizer, loss = model(), keras.optimizers.AdamW(1e-3), keras.losses.MeanSquaredError()
     optimizer.build(plain.trainable_variables)
@@ -135,7 +150,10 @@ def test_memory_is_that_of_a_plain_micro_step_and_the_accumulators():
     def step(x, y):
         with tf.GradientTape() as tape:
             value = loss(y, plain(x, training=True))
-        optimizer.apply(tape.gradient(value, [v.value for v in plain.trainable_variables]), plain.trainable_variables)
+        optimizer.apply(
+            tape.gradient(value, [v.value for v in plain.trainable_variables]),
+            plain.trainable_variables,
+        )
 
     x, y = np.zeros((K, B, 64), "float32"), np.zeros((K, B, 512), "float32")
     fused = fa.Trainer(model(), keras.optimizers.AdamW(1e-3), loss).memory_analysis((x, y))
@@ -144,7 +162,9 @@ def test_memory_is_that_of_a_plain_micro_step_and_the_accumulators():
 
 
 def test_memory_adds_up(memory):
-    assert memory.peak_bytes == (memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes)
+    assert memory.peak_bytes == (
+        memory.argument_bytes + memory.output_bytes - memory.alias_bytes + memory.temp_bytes
+    )
     assert memory.temp_bytes > 0
 
 

@@ -18,6 +18,9 @@ def test_indices_out_of_range_are_told_and_forgotten():
     checks = IndexChecks([("labels", 10)])
     checks.observe(0, tf.constant([3, 12]))
     assert not checks.in_range()
-    with pytest.raises(ValueError, match=r"labels: values from 3 to 12 were seen, but only 0 to 9 exist.*13 classes"):
+    with pytest.raises(
+        ValueError,
+        match=r"labels: values from 3 to 12 were seen, but only 0 to 9 exist.*13 classes",
+    ):
         checks.require(checks.seen())
     assert checks.in_range()

@@ -1,4 +1,6 @@
-"""The losses of an epoch and of an evaluation: those of Keras, or of the formula, and `loss` the sum of its parts."""
+"""The losses of an epoch and of an evaluation: those of Keras, or of the formula, and `loss` the
+sum of its parts.
+"""
 
 import keras
 import numpy as np
@@ -6,7 +8,8 @@ import pytest
 
 import fastaccum as fa
 
-ROWS, MICRO, ACCUMULATION = 22, 4, 3  # an update of 12 rows, and one of 10 whose last micro-batch is short
+# an update of 12 rows, and one of 10 whose last micro-batch is short
+ROWS, MICRO, ACCUMULATION = 22, 4, 3
 WEIGHTS = {"one": 1.0, "two": 0.5}
 REDUCTIONS = ["sum_over_batch_size", "mean_with_sample_weight", "sum"]
 
@@ -22,7 +25,9 @@ def model_of(outputs):
     keras.utils.set_random_seed(0)
     x = keras.Input((3,))
     l2 = keras.regularizers.L2(0.1)
-    return keras.Model(x, {name: keras.layers.Dense(2, kernel_regularizer=l2, name=name)(x) for name in outputs})
+    return keras.Model(
+        x, {name: keras.layers.Dense(2, kernel_regularizer=l2, name=name)(x) for name in outputs}
+    )
 
 
 def of_formula(model, outputs, reduction):
@@ -32,7 +37,11 @@ def of_formula(model, outputs, reduction):
     for name in outputs:
         kernel, bias = (w.astype("float64") for w in model.get_layer(name).get_weights())
         loss_sum = (weight * ((x @ kernel + bias - y) ** 2).mean(-1)).sum()
-        divisors = {"sum": 1.0, "mean_with_sample_weight": weight.sum(), "sum_over_batch_size": ROWS}
+        divisors = {
+            "sum": 1.0,
+            "mean_with_sample_weight": weight.sum(),
+            "sum_over_batch_size": ROWS,
+        }
         parts[name] = loss_sum / divisors[reduction]
         penalty += 0.1 * (kernel**2).sum()
     return parts, penalty
@@ -56,7 +65,9 @@ def test_of_weights_and_a_ragged_tail(outputs, reduction):
     y = dict.fromkeys(outputs, y)
     twin = model_of(outputs)
     twin.compile(keras.optimizers.SGD(0.0), run_eagerly=True, **given)
-    theirs = twin.fit(x, y, MICRO * ACCUMULATION, sample_weight=weight, shuffle=False, verbose=0).history
+    theirs = twin.fit(
+        x, y, MICRO * ACCUMULATION, sample_weight=weight, shuffle=False, verbose=0
+    ).history
     parts, penalty = of_formula(model, outputs, reduction)
     for steps in (1, 2):
         trainer = fa.Trainer(
@@ -69,7 +80,9 @@ def test_of_weights_and_a_ragged_tail(outputs, reduction):
         )
         logs = trainer.fit(x, y, MICRO, sample_weight=weight, shuffle=False, verbose=0).history
         evaluated = trainer.evaluate(x, y, MICRO, sample_weight=weight, verbose=0, return_dict=True)
-        assert {name: logs[name][0] for name in theirs} == pytest.approx({k: v[0] for k, v in theirs.items()}, rel=1e-5)
+        assert {name: logs[name][0] for name in theirs} == pytest.approx(
+            {k: v[0] for k, v in theirs.items()}, rel=1e-5
+        )
         for logged in ({name: values[0] for name, values in logs.items()}, evaluated):
             if len(outputs) > 1:
                 total = sum(WEIGHTS[name] * logged[f"{name}_loss"] for name in outputs)

@@ -18,12 +18,24 @@ def walk(scale, finite):
 
 
 def test_a_growth_period_step_by_step():
-    scale = DynamicLossScale(init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
-    assert walk(scale, [True] * 7) == [(64, 1), (64, 2), (256, 0), (256, 1), (256, 2), (1024, 0), (1024, 1)]
+    scale = DynamicLossScale(
+        init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3
+    )
+    assert walk(scale, [True] * 7) == [
+        (64, 1),
+        (64, 2),
+        (256, 0),
+        (256, 1),
+        (256, 2),
+        (1024, 0),
+        (1024, 1),
+    ]
 
 
 def test_backoff_starts_the_period_again():
-    scale = DynamicLossScale(init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+    scale = DynamicLossScale(
+        init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3
+    )
     assert walk(scale, [True, True, False, True, True, True]) == [
         (64, 1),
         (64, 2),
@@ -96,9 +108,21 @@ def test_the_names_of_the_rules():
         ({"init_scale": float("inf")}, ValueError, "init_scale=inf"),
         ({"init_scale": "8"}, TypeError, "init_scale='8'"),
         ({"growth_factor": 1.0}, ValueError, "growth_factor=1.0"),
-        ({"growth_factor": 1 + 1e-9}, ValueError, "growth_factor=1.000000001 must be above 1 in float32"),
-        ({"backoff_factor": 1 - 1e-9}, ValueError, "backoff_factor=0.999999999 must be below 1 in float32"),
-        ({"backoff_factor": 1e-46}, ValueError, "backoff_factor=1e-46 must be .*: in float32 it is 0"),
+        (
+            {"growth_factor": 1 + 1e-9},
+            ValueError,
+            "growth_factor=1.000000001 must be above 1 in float32",
+        ),
+        (
+            {"backoff_factor": 1 - 1e-9},
+            ValueError,
+            "backoff_factor=0.999999999 must be below 1 in float32",
+        ),
+        (
+            {"backoff_factor": 1e-46},
+            ValueError,
+            "backoff_factor=1e-46 must be .*: in float32 it is 0",
+        ),
         ({"min_scale": 1e-46}, ValueError, "min_scale=1e-46 must be .*: in float32 it is 0"),
         ({"min_scale": 1e-38}, ValueError, "min_scale=1e-38 must be "),
         ({"backoff_factor": 1.0}, ValueError, "backoff_factor=1.0"),

@@ -18,7 +18,12 @@ def make_stack(seed=0, k=K):
 @pytest.fixture(scope="module")
 def normalised():
     keras.utils.set_random_seed(0)
-    layers = [keras.Input((D,)), keras.layers.Dense(6), keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)]
+    layers = [
+        keras.Input((D,)),
+        keras.layers.Dense(6),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.3),
+    ]
     model = keras.Sequential([*layers, keras.layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     scale = fa.DynamicLossScale(init_scale=2.0**10)
@@ -43,7 +48,9 @@ def test_a_bad_micro_batch_leaves_weights_slots_and_statistics(normalised, where
     assert float(normalised.loss_scale.scale()) == max(scale / 2, 1.0)
     assert normalised.train_step(make_stack()).grads_finite
     after = everything(normalised)
-    assert all(after[path] != before[path] for path in before if "moving" in path or "kernel" in path)
+    assert all(
+        after[path] != before[path] for path in before if "moving" in path or "kernel" in path
+    )
 
 
 class Counting(keras.layers.Layer):
@@ -92,7 +99,11 @@ def test_a_skipped_step_restores_whatever_the_model_assigns(make):
     trainer = fa.Trainer(model, "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
     def values():
-        own = [model.layers[0].mean, model.layers[0].calls] if isinstance(model.layers[0], Counting) else []
+        own = (
+            [model.layers[0].mean, model.layers[0].calls]
+            if isinstance(model.layers[0], Counting)
+            else []
+        )
         return [v.numpy().tobytes() for v in (*model.weights, *own)]
 
     first = values()
@@ -106,7 +117,9 @@ def test_a_skipped_step_restores_whatever_the_model_assigns(make):
 
 def test_statistics_that_were_frozen_since_do_not_move_on():
     normalization = keras.layers.BatchNormalization(scale=False, center=False, name="norm")
-    trainer = fa.Trainer(of_keras(lambda: normalization), "sgd", "sparse_categorical_crossentropy", jit_compile=False)
+    trainer = fa.Trainer(
+        of_keras(lambda: normalization), "sgd", "sparse_categorical_crossentropy", jit_compile=False
+    )
     trainer.train_step(make_stack())
     before = everything(trainer)
     normalization.trainable = False
@@ -118,7 +131,9 @@ def test_statistics_that_were_frozen_since_do_not_move_on():
 
 
 class Noise(keras.layers.Layer):
-    """Multiplies by a trained vector of ones under dropout: with SGD, its gradient shows the masks."""
+    """Multiplies by a trained vector of ones under dropout: with SGD, its gradient shows the
+    masks.
+    """
 
     def __init__(self, seed):
         super().__init__()
@@ -128,12 +143,16 @@ class Noise(keras.layers.Layer):
         self.factor = self.add_weight(shape=(shape[-1],), initializer="ones", name="factor")
 
     def call(self, x, training=False):
-        return keras.ops.sum(self.dropout(self.factor * x, training=training), axis=-1, keepdims=True)
+        return keras.ops.sum(
+            self.dropout(self.factor * x, training=training), axis=-1, keepdims=True
+        )
 
 
 def make_masked(seed=7, width=64):
     model = keras.Sequential([keras.Input((width,)), Noise(seed)])
-    return fa.Trainer(model, keras.optimizers.SGD(1.0), lambda y, p: p[:, 0], gradient_accumulation_steps=2)
+    return fa.Trainer(
+        model, keras.optimizers.SGD(1.0), lambda y, p: p[:, 0], gradient_accumulation_steps=2
+    )
 
 
 def masks(trainer, x):
@@ -150,7 +169,9 @@ def masks(trainer, x):
 def test_dropout_differs_between_micro_batches_and_steps_and_repeats_under_a_seed():
     width = 64
     one = np.ones((1, 1, 1, width), "float32")
-    first_only, second_only = (np.concatenate([a, b], 1) for a, b in ((one, 0 * one), (0 * one, one)))
+    first_only, second_only = (
+        np.concatenate([a, b], 1) for a, b in ((one, 0 * one), (0 * one, one))
+    )
     trainer = make_masked()
     state = trainer.model.layers[-1].dropout.seed_generator.state
     seed = state.numpy()
@@ -168,7 +189,11 @@ def test_dropout_differs_between_micro_batches_and_steps_and_repeats_under_a_see
 
 def make_language_model(vocabulary=9):
     model = keras.Sequential(
-        [keras.Input((4,), dtype="int32"), keras.layers.Embedding(vocabulary, 3, name="tokens"), keras.layers.Dense(5)]
+        [
+            keras.Input((4,), dtype="int32"),
+            keras.layers.Embedding(vocabulary, 3, name="tokens"),
+            keras.layers.Dense(5),
+        ]
     )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
     return fa.Trainer(model, keras.optimizers.Adam(0.1), loss)
@@ -213,8 +238,13 @@ def test_labels_out_of_range_are_named_without_xla():
     before = model.get_weights()
     x, y = np.ones((2, B, 4), "float32"), np.zeros((2, B))
     y[1, 2] = 7
-    for call in (lambda: trainer.train_step((x, y)), lambda: trainer.evaluate(x[1], y[1], verbose=0)):
-        with pytest.raises(ValueError, match=r"values from 0 to 7 were seen, but only 0 to 2 exist"):
+    for call in (
+        lambda: trainer.train_step((x, y)),
+        lambda: trainer.evaluate(x[1], y[1], verbose=0),
+    ):
+        with pytest.raises(
+            ValueError, match=r"values from 0 to 7 were seen, but only 0 to 2 exist"
+        ):
             call()
     assert all(map(np.array_equal, model.get_weights(), before))
 
@@ -226,7 +256,9 @@ def test_an_ignored_class_is_no_label_out_of_range(language_model):
 
 
 def two_taggers(jit_compile=True):
-    """Two outputs of labels, -1 for none, with a penalty and slots that a gradient of zero would move."""
+    """Two outputs of labels, -1 for none, with a penalty and slots that a gradient of zero would
+    move.
+    """
     keras.utils.set_random_seed(0)
     inputs = keras.Input((D,))
     hidden = keras.layers.Dense(6, kernel_regularizer="l2")(inputs)
@@ -250,7 +282,9 @@ def test_an_update_without_a_valid_element_in_any_output_changes_nothing(jit_com
     one[2, 1] = 0
     trainer.train_step((x, (none, one)))
     after = everything(trainer)
-    assert all(after[path] != before[path] for path in before if "kernel" in path or "iteration" in path)
+    assert all(
+        after[path] != before[path] for path in before if "kernel" in path or "iteration" in path
+    )
 
 
 def test_the_largest_indices_are_in_range(language_model):
@@ -258,12 +292,16 @@ def test_the_largest_indices_are_in_range(language_model):
 
 
 def test_fit_reads_late_but_moves_nothing_after_a_bad_label():
-    """The steps behind the bad one are dispatched before it is read; they must not move a weight either."""
+    """The steps behind the bad one are dispatched before it is read; they must not move a weight
+    either.
+    """
     trainer = make_language_model()
     x, y = np.zeros((40, 4), "int32"), np.zeros((40, 4), "int32")
     y[9, 0] = 7
     seen = []
-    callback = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(everything(trainer)))
+    callback = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(everything(trainer))
+    )
     with pytest.raises(ValueError, match="values from 0 to 7"):
         trainer.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[callback])
     assert len(seen) >= 3
@@ -291,13 +329,17 @@ def test_an_embedding_called_in_reverse_takes_no_ids_there():
 
 def test_programs_are_traced_anew_where_the_model_computes_otherwise():
     factor = 1.0
-    model = keras.Sequential([keras.Input((D,)), keras.layers.Dense(1), keras.layers.Lambda(lambda x: factor * x)])
+    model = keras.Sequential(
+        [keras.Input((D,)), keras.layers.Dense(1), keras.layers.Lambda(lambda x: factor * x)]
+    )
     trainer = fa.Trainer(model, keras.optimizers.SGD(0.0), "mse")
     x, y = make_stack()[0], np.zeros((K, B, 1), "float32")
 
     def losses():
         rows = x.reshape(-1, D), y.reshape(-1, 1)
-        return float(trainer.train_step((x, y)).loss), trainer.evaluate(*rows, batch_size=B, verbose=0)
+        return float(trainer.train_step((x, y)).loss), trainer.evaluate(
+            *rows, batch_size=B, verbose=0
+        )
 
     before = losses()
     factor = 3.0
@@ -313,15 +355,20 @@ class Doubled(keras.Model):
         return 2.0 * super().compute_loss(x, y, y_pred, sample_weight, training)
 
 
-@pytest.mark.parametrize("model, reduction", [(keras.Model, "sum"), (Doubled, "sum_over_batch_size")])
+@pytest.mark.parametrize(
+    "model, reduction", [(keras.Model, "sum"), (Doubled, "sum_over_batch_size")]
+)
 def test_what_fills_up_the_last_execution_is_in_no_log(model, reduction):
     a = keras.Input((2,))
-    outputs = [keras.layers.Dense(1, kernel_initializer="zeros", name=name)(a) for name in ("p", "q")]
+    outputs = [
+        keras.layers.Dense(1, kernel_initializer="zeros", name=name)(a) for name in ("p", "q")
+    ]
     losses = [keras.losses.MeanSquaredError(reduction=reduction) for _ in outputs]
     options = {"gradient_accumulation_steps": 2, "steps_per_execution": 2, "jit_compile": False}
     trainer = fa.Trainer(model(a, outputs), keras.optimizers.SGD(1e-9), losses, **options)
     y = np.ones([12, 1], "float32")
-    logs = trainer.fit(np.ones([12, 2]), [y, y], batch_size=2, verbose=0).history  # three steps of four rows
+    # three steps of four rows
+    logs = trainer.fit(np.ones([12, 2]), [y, y], batch_size=2, verbose=0).history
     each = 4.0 if reduction == "sum" else 1.0
     assert [logs["p_loss"], logs["q_loss"]] == pytest.approx(np.full([2, 1], each))
     assert logs["loss"] == pytest.approx([2 * each * (2 if model is Doubled else 1)])

@@ -1,4 +1,6 @@
-"""Bad numbers: they never reach weights, slots or statistics, and training that can only skip says why it ends."""
+"""Bad numbers: they never reach weights, slots or statistics, and training that can only skip says
+why it ends.
+"""
 
 import contextlib
 import gc
@@ -32,19 +34,32 @@ UNTOUCHED = "Weights, slots and statistics are those of the last good step"
 def network(*between, policy=None, **head):
     """Dense, batch normalisation, whatever comes between, and a linear head."""
     keras.config.set_dtype_policy(policy or "float32")
-    layers = [keras.layers.Dense(4, name="first"), keras.layers.BatchNormalization(name="norm"), *between]
-    return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1, name="head", **head)])
+    layers = [
+        keras.layers.Dense(4, name="first"),
+        keras.layers.BatchNormalization(name="norm"),
+        *between,
+    ]
+    return keras.Sequential(
+        [keras.Input((3,)), *layers, keras.layers.Dense(1, name="head", **head)]
+    )
 
 
 def make(model=None, loss="mse", optimizer=None, **options):
-    options = {"gradient_accumulation_steps": K, "on_nonfinite": "raise", "jit_compile": False, **options}
+    options = {
+        "gradient_accumulation_steps": K,
+        "on_nonfinite": "raise",
+        "jit_compile": False,
+        **options,
+    }
     return fa.Trainer(model or network(), optimizer or keras.optimizers.Adam(0.01), loss, **options)
 
 
 def fit(trainer, x=X, y=Y, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return trainer.fit(x, y, **{"batch_size": B, "shuffle": False, "verbose": 0, **options}).history
+        return trainer.fit(
+            x, y, **{"batch_size": B, "shuffle": False, "verbose": 0, **options}
+        ).history
 
 
 def bytes_of(trainer):
@@ -72,7 +87,11 @@ def ended(*fragments):
 
 
 def log_loss(y_true, y_pred):
-    return tf.reduce_mean(tf.square(y_true - y_pred), -1) + 0.0 * y_pred[:, 0] - tf.math.log(y_true[:, 0] * 0.0)
+    return (
+        tf.reduce_mean(tf.square(y_true - y_pred), -1)
+        + 0.0 * y_pred[:, 0]
+        - tf.math.log(y_true[:, 0] * 0.0)
+    )
 
 
 def root_loss(y_true, y_pred):
@@ -90,9 +109,21 @@ def culprit():
 
 IN_X = (r"In micro-batch 1 of the step's 2", r"x holds NaN in its rows 2\.", r"correct these rows")
 CASES = {
-    "NaN in x": (make, {"x": changed(X, (5, 1), nan)}, [*IN_X, r"not finite: 'first' \(Dense\)", "first/kernel"]),
-    "-inf in x": (make, {"x": changed(X, (1, 1), -inf)}, [r"micro-batch 0", r"x holds inf in its rows 1\."]),
-    "inf in y": (make, {"y": changed(Y, 4, inf)}, [r"micro-batch 1", r"y holds inf in its rows 1\.", "loss: inf"]),
+    "NaN in x": (
+        make,
+        {"x": changed(X, (5, 1), nan)},
+        [*IN_X, r"not finite: 'first' \(Dense\)", "first/kernel"],
+    ),
+    "-inf in x": (
+        make,
+        {"x": changed(X, (1, 1), -inf)},
+        [r"micro-batch 0", r"x holds inf in its rows 1\."],
+    ),
+    "inf in y": (
+        make,
+        {"y": changed(Y, 4, inf)},
+        [r"micro-batch 1", r"y holds inf in its rows 1\.", "loss: inf"],
+    ),
     "NaN in sample_weight": (
         make,
         {"sample_weight": changed(Y[:, 0], 0, nan)},
@@ -112,7 +143,11 @@ CASES = {
     "a finite loss with an infinite gradient": (
         lambda: make(loss=root_loss),
         {},
-        [r"micro-batch 0", r"Gradients that are not finite: 6 of 6", r"What to do: the outputs are finite"],
+        [
+            r"micro-batch 0",
+            r"Gradients that are not finite: 6 of 6",
+            r"What to do: the outputs are finite",
+        ],
     ),
     "a layer that divides by 0": (
         lambda: make(network(culprit())),
@@ -126,7 +161,10 @@ CASES = {
     "a batch variance that overflows float32": (
         make,
         {"x": X * np.float32(1e20)},
-        [r"Statistics that became NaN or inf: .*norm/moving_variance\.", r"scale the inputs of these layers down"],
+        [
+            r"Statistics that became NaN or inf: .*norm/moving_variance\.",
+            r"scale the inputs of these layers down",
+        ],
     ),
     "a regulariser that overflows": (
         lambda: make(network(kernel_regularizer=exploding)),
@@ -146,16 +184,28 @@ CASES = {
     "float16 past 65504, the scale static": (
         lambda: make(network(policy="mixed_float16"), loss_scale=2.0**24),
         {"y": Y + 1000},
-        ["no lower loss scale can help: it is 1.67772e.07, of StaticLossScale", "lower the loss scale"],
+        [
+            "no lower loss scale can help: it is 1.67772e.07, of StaticLossScale",
+            "lower the loss scale",
+        ],
     ),
 }
 
 
-LIKE_ANOTHER = ("-inf in x", "NaN in sample_weight", "all rows NaN", "a batch variance that overflows float16")
+LIKE_ANOTHER = (
+    "-inf in x",
+    "NaN in sample_weight",
+    "all rows NaN",
+    "a batch variance that overflows float16",
+)
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.variant if case in LIKE_ANOTHER else ()) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.variant if case in LIKE_ANOTHER else ())
+        for case in CASES
+    ],
 )
 def test_what_is_bad_is_named_and_nothing_moves(case):
     build, arrays, fragments = CASES[case]
@@ -181,10 +231,15 @@ def compiled():
     ("bad_step", "per_execution"),
     [
         *((0, 1), (3, 1), (0, 3), (1, 3)),
-        *(pytest.param(*each, marks=pytest.mark.variant) for each in ((1, 1), (2, 1), (2, 3), (3, 3))),
+        *(
+            pytest.param(*each, marks=pytest.mark.variant)
+            for each in ((1, 1), (2, 1), (2, 3), (3, 3))
+        ),
     ],
 )
-def test_the_step_and_micro_batch_are_found_and_the_good_steps_before_are_kept(compiled, per_execution, bad_step):
+def test_the_step_and_micro_batch_are_found_and_the_good_steps_before_are_kept(
+    compiled, per_execution, bad_step
+):
     """Steps after the bad one, in the same dispatch or the next, are good, but are not applied."""
     trainer = compiled[per_execution]
     start = [tf.identity(v) for v in (*trainer.model.variables, *trainer.optimizer.variables)]
@@ -193,7 +248,9 @@ def test_the_step_and_micro_batch_are_found_and_the_good_steps_before_are_kept(c
     with ended(rf"after {updates + bad_step} updates", *IN_X):
         fit(trainer, changed(X, (row, 0), nan))
     found = bytes_of(trainer)
-    for variable, value in zip((*trainer.model.variables, *trainer.optimizer.variables), start, strict=True):
+    for variable, value in zip(
+        (*trainer.model.variables, *trainer.optimizer.variables), start, strict=True
+    ):
         variable.assign(value)
     if bad_step:
         fit(trainer, X[: bad_step * K * B], Y[: bad_step * K * B])
@@ -220,7 +277,9 @@ def test_a_bad_row_now_and_then_is_skipped_and_told():
     bad = changed(X, ([0, 2 * K * B],), nan)
     trainer, good = make(on_nonfinite="skip"), make()
     good.model.set_weights(trainer.model.get_weights())
-    with pytest.warns(UserWarning, match=r"2 train steps of this epoch were skipped.*on_nonfinite='raise'"):
+    with pytest.warns(
+        UserWarning, match=r"2 train steps of this epoch were skipped.*on_nonfinite='raise'"
+    ):
         history = trainer.fit(bad, Y, batch_size=B, shuffle=False, epochs=6, verbose=0).history
     assert history["skipped_steps"] == [2] * 6
     rows = np.r_[K * B : 2 * K * B, 3 * K * B : ROWS]
@@ -230,7 +289,9 @@ def test_a_bad_row_now_and_then_is_skipped_and_told():
 
 def test_training_that_can_only_skip_ends_across_epochs():
     trainer = make(on_nonfinite="skip")
-    with ended(f"{guards.PATIENCE} train steps in a row were not finite, after 0 updates", "micro-batch 0"):
+    with ended(
+        f"{guards.PATIENCE} train steps in a row were not finite, after 0 updates", "micro-batch 0"
+    ):
         fit(trainer, X * nan, epochs=9)
     assert trainer.model.history.epoch == [0, 1]  # 4 steps each
 
@@ -281,8 +342,12 @@ def test_validation_with_nan_gives_nan_as_in_keras():
 def test_state_that_begins_at_infinity_is_no_fault():
     class Smallest(keras.layers.Layer):
         def build(self, shape):
-            self.smallest = self.add_weight(shape=(), initializer=keras.initializers.Constant(inf), trainable=False)
-            self.unused = self.add_weight(shape=(), initializer=keras.initializers.Constant(nan), trainable=False)
+            self.smallest = self.add_weight(
+                shape=(), initializer=keras.initializers.Constant(inf), trainable=False
+            )
+            self.unused = self.add_weight(
+                shape=(), initializer=keras.initializers.Constant(nan), trainable=False
+            )
 
         def call(self, x):
             self.smallest.assign(keras.ops.minimum(self.smallest, keras.ops.min(x)))
@@ -300,7 +365,9 @@ def test_statistics_that_no_step_moves_may_be_nan():
     model.unused.build((None, 4))
     model.unused.moving_mean.assign(np.full(4, np.nan))
     trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False)
-    assert np.isfinite(trainer.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0).history["loss"]).all()
+    assert np.isfinite(
+        trainer.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0).history["loss"]
+    ).all()
 
 
 def test_statistics_that_are_nan_before_training_are_named():
@@ -308,10 +375,16 @@ def test_statistics_that_are_nan_before_training_are_named():
     trainer = make(network(norm))
     fit(trainer)
     before = [v.numpy() for v in trainer.model.variables]
-    norm.moving_mean.assign(np.where(np.arange(norm.moving_mean.shape[0]) == 1, nan, norm.moving_mean))
-    with pytest.raises(ValueError, match=r"statistics .*culprit/moving_mean hold NaN before training begins"):
+    norm.moving_mean.assign(
+        np.where(np.arange(norm.moving_mean.shape[0]) == 1, nan, norm.moving_mean)
+    )
+    with pytest.raises(
+        ValueError, match=r"statistics .*culprit/moving_mean hold NaN before training begins"
+    ):
         fit(trainer)
-    same = [np.array_equal(a, v.numpy()) for a, v in zip(before, trainer.model.variables, strict=True)]
+    same = [
+        np.array_equal(a, v.numpy()) for a, v in zip(before, trainer.model.variables, strict=True)
+    ]
     assert same.count(False) == 1  # what was set
     norm.moving_mean.assign(np.zeros(norm.moving_mean.shape))
     fit(trainer)  # the remedy helps
@@ -320,7 +393,8 @@ def test_statistics_that_are_nan_before_training_are_named():
 def test_an_update_that_overflows_is_named_by_the_next_step():
     trainer = make(optimizer=keras.optimizers.SGD(3e38))
     with pytest.raises(
-        fa.NonFiniteError, match=r"(?s)The variables .*head/kernel.* themselves hold NaN or inf.*learning"
+        fa.NonFiniteError,
+        match=r"(?s)The variables .*head/kernel.* themselves hold NaN or inf.*learning",
     ):
         fit(trainer, X, Y + 100)
     assert int(trainer.optimizer.iterations) == 1
@@ -330,12 +404,17 @@ def test_an_update_that_overflows_is_named_by_the_next_step():
 
 
 def reader(mask):
-    layers = [keras.Input((5,), dtype="int32"), keras.layers.Embedding(7, 3, mask_zero=mask, name="words")]
+    layers = [
+        keras.Input((5,), dtype="int32"),
+        keras.layers.Embedding(7, 3, mask_zero=mask, name="words"),
+    ]
     return keras.Sequential([*layers, keras.layers.Dense(4, name="head")])
 
 
 def test_embedding_rows_and_infinite_logits():
-    """Sparse gradients; and -inf for a class that cannot be, which is finite unless it is the label."""
+    """Sparse gradients; and -inf for a class that cannot be, which is finite unless it is the
+    label.
+    """
     ids, labels = RNG.integers(1, 7, (ROWS, 5)), RNG.integers(1, 4, (ROWS, 5))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -348,7 +427,9 @@ def test_embedding_rows_and_infinite_logits():
     with pytest.raises(fa.NonFiniteError, match=r"head/bias.* themselves hold NaN or inf"):
         fit(trainer, ids, changed(labels, (5, 2), 0))
 
-    trainer = make(reader(mask=False), lambda y, p: tf.where(y == 0, tf.cast(nan, "float32"), 1.0) * p[..., 0])
+    trainer = make(
+        reader(mask=False), lambda y, p: tf.where(y == 0, tf.cast(nan, "float32"), 1.0) * p[..., 0]
+    )
     with ended(r"micro-batch 1", r"3 of 3: .*words/embeddings.*'words', 'head'"):
         fit(trainer, ids, changed(labels, (5, 2), 0))
 
@@ -356,7 +437,9 @@ def test_embedding_rows_and_infinite_logits():
 def test_nan_under_a_mask_is_skipped_for_its_gradient():
     """0 * NaN is NaN in the gradient, as in Keras: such a step changes nothing."""
     inputs = keras.Input((5, 3))
-    model = keras.Model(inputs, keras.layers.Dense(1, name="head")(keras.layers.Masking(0.0)(inputs)))
+    model = keras.Model(
+        inputs, keras.layers.Dense(1, name="head")(keras.layers.Masking(0.0)(inputs))
+    )
     x = RNG.normal(size=(ROWS, 5, 3)).astype("float32")
     x[:, 3:] = 0.0
     y = x.sum(-1, keepdims=True)
@@ -373,7 +456,9 @@ def test_several_outputs_with_dropout_and_a_stack_of_layers():
     both = keras.layers.Concatenate()(list(inputs.values()))
     hidden = LayerStack(lambda: keras.layers.Dense(6, "exponential"), 2, name="stack")(both)
     hidden = keras.layers.Dropout(0.5)(hidden)
-    model = keras.Model(inputs, [keras.layers.Dense(1, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)])
+    model = keras.Model(
+        inputs, [keras.layers.Dense(1, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)]
+    )
     trainer = make(model, ["mse", "mae"])
     x = {"left": X, "right": X}
     fit(trainer, x, [Y, Y])
@@ -381,7 +466,11 @@ def test_several_outputs_with_dropout_and_a_stack_of_layers():
     with ended(r"micro-batch 1", r"output is not finite: 'stack' \(LayerStack\)", "stack/kernel"):
         fit(trainer, {**x, "right": changed(X, 5, 1e6)}, [Y, Y])
     assert bytes_of(trainer) == before
-    with ended(r"micro-batch 1", r"x\['right'\] holds inf in its rows 2", r"'concatenate\S*' \(Concatenate\)"):
+    with ended(
+        r"micro-batch 1",
+        r"x\['right'\] holds inf in its rows 2",
+        r"'concatenate\S*' \(Concatenate\)",
+    ):
         fit(trainer, {**x, "right": changed(X, (5, 0), inf)}, [Y, Y])
     assert bytes_of(trainer) == before
     with ended(r"micro-batch 0", r"y\[1\] holds NaN in its rows 0"):
@@ -390,8 +479,12 @@ def test_several_outputs_with_dropout_and_a_stack_of_layers():
 
 
 def test_dropout_is_as_it_was_in_the_failing_step():
-    """2 * 3e38 overflows where it is kept, and is 0 where it is dropped: only the same mask finds the place."""
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dropout(0.5, name="drop"), keras.layers.Dense(1)])
+    """2 * 3e38 overflows where it is kept, and is 0 where it is dropped: only the same mask finds
+    the place.
+    """
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dropout(0.5, name="drop"), keras.layers.Dense(1)]
+    )
     trainer = make(model, gradient_accumulation_steps=4, jit_compile=True)
     found = set()
     for _ in range(8):
@@ -420,8 +513,15 @@ def test_a_transformer_whose_loss_takes_over_the_head():
 
 def test_a_tf_keras_model():
     tf_keras = pytest.importorskip("tf_keras")
-    layers = [tf_keras.layers.Dense(4, name="first"), tf_keras.layers.BatchNormalization(), tf_keras.layers.Dense(1)]
-    trainer = make(tf_keras.Sequential([tf_keras.Input((3,)), *layers]), optimizer=tf_keras.optimizers.Adam(0.01))
+    layers = [
+        tf_keras.layers.Dense(4, name="first"),
+        tf_keras.layers.BatchNormalization(),
+        tf_keras.layers.Dense(1),
+    ]
+    trainer = make(
+        tf_keras.Sequential([tf_keras.Input((3,)), *layers]),
+        optimizer=tf_keras.optimizers.Adam(0.01),
+    )
     fit(trainer)
     before = [w.tobytes() for w in trainer.model.get_weights()]
     with ended(*IN_X, r"'first' \(Dense\)", r"first/kernel"):
@@ -430,7 +530,9 @@ def test_a_tf_keras_model():
 
 
 def test_logs_that_are_kept_hold_no_data(monkeypatch):
-    """A callback may keep every step's logs without a look at them: the stacks must not stay with them."""
+    """A callback may keep every step's logs without a look at them: the stacks must not stay with
+    them.
+    """
     stacks, logs = [], []
 
     class Keeps(keras.callbacks.Callback):
@@ -462,11 +564,15 @@ def test_the_warning_points_at_the_caller():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(changed(X, (5, 1), nan), Y, batch_size=B, verbose=0)
-    assert [w.filename for w in caught if "of this epoch was skipped" in str(w.message)] == [__file__]
+    assert [w.filename for w in caught if "of this epoch was skipped" in str(w.message)] == [
+        __file__
+    ]
 
 
 def test_who_was_stuck_may_mend_the_data_and_go_on(tmp_path):
-    """The count of stuck steps is not saved: with on_nonfinite="raise" it would end on data that are good."""
+    """The count of stuck steps is not saved: with on_nonfinite="raise" it would end on data that
+    are good.
+    """
     bad = X.copy()
     bad[ROWS // 2 :] = nan
     options = {"batch_size": B, "shuffle": False, "verbose": 0, "checkpoint_dir": tmp_path}

@@ -12,9 +12,11 @@ from fastaccum.step.options import Options, Schedule
 def test_options_are_checked_and_frozen():
     options = Options(loss_scale=128, clip_norm=1)
     assert repr(options) == (
-        "Options(gradient_accumulation_steps=1, steps_per_execution=1, loss_scale=StaticLossScale(loss_scale=128.0), "
-        "clip_norm=1.0, fp32_weight_gradients=True, flash_attention='auto', jit_compile='auto', on_nonfinite='skip', "
-        "shard_optimizer='auto', max_programs='auto', own_loss_reduction='mean')"
+        "Options(gradient_accumulation_steps=1, steps_per_execution=1, "
+        "loss_scale=StaticLossScale(loss_scale=128.0), clip_norm=1.0, "
+        "fp32_weight_gradients=True, flash_attention='auto', jit_compile='auto', "
+        "on_nonfinite='skip', shard_optimizer='auto', max_programs='auto', "
+        "own_loss_reduction='mean')"
     )
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.clip_norm = 2.0
@@ -23,12 +25,21 @@ def test_options_are_checked_and_frozen():
 def test_a_schedule_says_when_to_validate():
     schedule = Schedule(4, validation_freq=2)
     assert [epoch for epoch in range(schedule.epochs) if schedule.validates(epoch)] == [1, 3]
-    assert [epoch for epoch in range(4) if Schedule(4, validation_freq=[1, 4]).validates(epoch)] == [0, 3]
+    assert [
+        epoch for epoch in range(4) if Schedule(4, validation_freq=[1, 4]).validates(epoch)
+    ] == [0, 3]
 
 
 def test_a_loss_scale_by_its_name():
-    rules = [loss_scale.get(*given) for given in (("auto", "float16"), ("auto", "bfloat16"), (128, "float32"))]
-    assert [type(rule).__name__ for rule in rules] == ["DynamicLossScale", "NoLossScale", "StaticLossScale"]
+    rules = [
+        loss_scale.get(*given)
+        for given in (("auto", "float16"), ("auto", "bfloat16"), (128, "float32"))
+    ]
+    assert [type(rule).__name__ for rule in rules] == [
+        "DynamicLossScale",
+        "NoLossScale",
+        "StaticLossScale",
+    ]
     assert rules[0].get_config() == {
         "init_scale": 32768.0,
         "growth_factor": 2.0,

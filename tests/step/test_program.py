@@ -18,10 +18,16 @@ Pair = collections.namedtuple("Pair", "first second")
 
 
 def half_and_sum(nest):
-    """Tells its leaves apart, and returns a nest of its own: keys out of order, None, a tuple without leaves."""
+    """Tells its leaves apart, and returns a nest of its own: keys out of order, None, a tuple
+    without leaves.
+    """
     leaves = tf.nest.flatten(nest)
-    total = tf.add_n([float(10**i) * leaf for i, leaf in enumerate(leaf for leaf in leaves if leaf is not None)])
-    ordered = collections.OrderedDict(y=3.0 * total, x=[5.0 * total, {"d": 7.0 * total, "c": 9.0 * total}])
+    total = tf.add_n(
+        [float(10**i) * leaf for i, leaf in enumerate(leaf for leaf in leaves if leaf is not None)]
+    )
+    ordered = collections.OrderedDict(
+        y=3.0 * total, x=[5.0 * total, {"d": 7.0 * total, "c": 9.0 * total}]
+    )
     return {"z": total, "a": Pair(0.5 * total, None), "none": (), "ordered": ordered}
 
 
@@ -51,7 +57,9 @@ def test_a_call_is_that_of_the_function(nest, jit_compile):
 
 
 def test_the_order_of_an_ordered_dict_is_told_apart():
-    """Negative control for the one structure in which optree and TensorFlow number leaves differently."""
+    """Negative control for the one structure in which optree and TensorFlow number leaves
+    differently.
+    """
     keys = collections.OrderedDict(z=1.0, a=2.0)
     assert optree.tree_leaves(keys) != tf.nest.flatten(keys)
 
@@ -93,7 +101,9 @@ def test_an_error_in_a_program_is_that_of_the_function():
         function(tf.constant(1.0))
         with pytest.raises(tf.errors.InvalidArgumentError) as error:
             function(tf.constant(np.nan))
-        first, *trace, _, last = re.sub(r"__inference_\w+", "name", error.value.message).splitlines()
+        first, *trace, _, last = re.sub(
+            r"__inference_\w+", "name", error.value.message
+        ).splitlines()
         assert any(__file__ in line for line in trace) or not trace
         messages.append((first, bool(trace), last))
     assert messages[0] == messages[1]
@@ -164,7 +174,9 @@ def test_a_log_without_a_terminal_tells_of_a_compilation(capsys):
     trainer = fa.Trainer(model, "sgd", "mse", jit_compile=True)
     trainer.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=2, epochs=2, verbose=2)
     shown = capsys.readouterr().out
-    first, second = re.search(r"Tracing the train step: (\S+) s\. Compiling it: (\S+) s\.\n", shown).groups()
+    first, second = re.search(
+        r"Tracing the train step: (\S+) s\. Compiling it: (\S+) s\.\n", shown
+    ).groups()
     assert float(first) > 0 and float(second) > 0
     assert shown.count("Compiling it") == 1 and "\x1b" not in shown
     trainer = fa.Trainer(model, "sgd", "mse", jit_compile=True)
@@ -176,7 +188,9 @@ def test_the_warning_of_many_sizes_says_how_to_cut_batches():
     (program,) = make_programs([tf.reduce_sum], jit_compile=False, retraces=Retraces(many=3))
     for rows in (1, 2):
         program(tf.zeros([1, rows, 2]))
-    with pytest.warns(RuntimeWarning, match=r"rows\. .*3 shapes.* of a few sizes, such as by dataset.unbatch\(\)"):
+    with pytest.warns(
+        RuntimeWarning, match=r"rows\. .*3 shapes.* of a few sizes, such as by dataset.unbatch\(\)"
+    ):
         program(tf.zeros([1, 3, 2]))
 
 

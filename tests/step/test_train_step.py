@@ -32,20 +32,30 @@ class Linear:
         self.w = tf.Variable(rng.normal(size=D), dtype=tf.float32)
         self.b = tf.Variable(0.1)
         self.seen = tf.Variable(0.0)
-        options.setdefault("loss_scale", fa.DynamicLossScale(init_scale=8.0, growth_interval=2, min_scale=2.0))
-        self.step = fa.TrainStep(self.loss, [self.w, self.b], optimizer, state=[self.seen], **options)
+        options.setdefault(
+            "loss_scale", fa.DynamicLossScale(init_scale=8.0, growth_interval=2, min_scale=2.0)
+        )
+        self.step = fa.TrainStep(
+            self.loss, [self.w, self.b], optimizer, state=[self.seen], **options
+        )
 
     def loss(self, micro_batch):
         x, y, weight = micro_batch
         self.seen.assign_add(tf.reduce_sum(x))
-        return tf.reduce_sum(weight * (tf.linalg.matvec(x, self.w) + self.b - y) ** 2), tf.reduce_sum(weight)
+        return tf.reduce_sum(
+            weight * (tf.linalg.matvec(x, self.w) + self.b - y) ** 2
+        ), tf.reduce_sum(weight)
 
     def oracle(self, stack):
         """(loss, gradient of w, gradient of b) of the full batch, in float64."""
         x, y, weight = (a.astype("float64").reshape(-1, *a.shape[2:]) for a in stack)
         error = x @ self.w.numpy().astype("float64") + float(self.b) - y
         total = weight.sum()
-        return (weight * error**2).sum() / total, 2 * (weight * error) @ x / total, 2 * (weight * error).sum() / total
+        return (
+            (weight * error**2).sum() / total,
+            2 * (weight * error) @ x / total,
+            2 * (weight * error).sum() / total,
+        )
 
     def everything(self):
         step = self.step
@@ -65,7 +75,9 @@ def test_one_step_is_the_full_batch_step(linear, seed):
     result = linear.step(stack)
     np.testing.assert_allclose(float(result.loss), loss, rtol=1e-5)
     np.testing.assert_allclose(float(result.weight), stack[2].sum(), rtol=1e-6)
-    np.testing.assert_allclose(float(result.grad_norm), np.sqrt(w_grad @ w_grad + b_grad**2), rtol=1e-5)
+    np.testing.assert_allclose(
+        float(result.grad_norm), np.sqrt(w_grad @ w_grad + b_grad**2), rtol=1e-5
+    )
     np.testing.assert_allclose(linear.w.numpy(), w - 0.5 * w_grad, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(float(linear.b), b - 0.5 * b_grad, rtol=1e-5, atol=1e-6)
 
@@ -90,7 +102,9 @@ def test_clipping_is_by_the_norm_of_the_final_gradient(jit_compile, clip_norm):
     w = linear.w.numpy().astype("float64")
     result = linear.step(stack)
     np.testing.assert_allclose(float(result.grad_norm), norm, rtol=1e-5)
-    np.testing.assert_allclose(w - linear.w.numpy(), w_grad * clip_norm / max(norm, clip_norm), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        w - linear.w.numpy(), w_grad * clip_norm / max(norm, clip_norm), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +112,9 @@ def adam():
     return Linear(keras.optimizers.Adam(0.1))
 
 
-@pytest.mark.parametrize(("where", "bad"), list(itertools.product(range(K), [np.inf, -np.inf, np.nan])))
+@pytest.mark.parametrize(
+    ("where", "bad"), list(itertools.product(range(K), [np.inf, -np.inf, np.nan]))
+)
 def test_a_step_with_a_bad_micro_batch_touches_nothing(adam, where, bad):
     adam.step(make_data())
     stack = make_data(where)
@@ -114,7 +130,9 @@ def test_a_step_with_a_bad_micro_batch_touches_nothing(adam, where, bad):
 
 
 def test_an_operation_that_fails_moves_nothing():
-    """Without XLA, where operations run as soon as they can: the count of updates depended on none before it."""
+    """Without XLA, where operations run as soon as they can: the count of updates depended on none
+    before it.
+    """
     w, adam = tf.Variable([1.0, 2.0]), keras.optimizers.Adam()
 
     def loss(x):
@@ -179,7 +197,9 @@ def test_sparse_gradients_add_up():
 def test_float64_variables_accumulate_in_float64():
     w = tf.Variable(1.0, dtype=tf.float64)
     x = np.array([1e8, 1.0, -1e8])[:, None]
-    fa.TrainStep(lambda x: (tf.reduce_sum(w * x), tf.constant(1.0)), [w], keras.optimizers.SGD(1.0))(x)
+    fa.TrainStep(
+        lambda x: (tf.reduce_sum(w * x), tf.constant(1.0)), [w], keras.optimizers.SGD(1.0)
+    )(x)
     np.testing.assert_allclose(float(w), 1 - 1 / 3, rtol=1e-7)
 
 
@@ -187,7 +207,11 @@ def test_a_model_that_overflows_at_first_trains_after_backing_off():
     policy = keras.DTypePolicy("mixed_float16")
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
-        [keras.Input((4,)), keras.layers.Dense(4, dtype=policy), keras.layers.Dense(1, dtype=policy)]
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(4, dtype=policy),
+            keras.layers.Dense(1, dtype=policy),
+        ]
     )
     trainer = fa.Trainer(model, keras.optimizers.SGD(1e-4), "mse", gradient_accumulation_steps=2)
     x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
@@ -275,13 +299,21 @@ class TestErrors:
             (lambda w: {"w": w}, TypeError, "variables=.* must be a list of variables"),
             (lambda w: np.array(None), TypeError, "variables=.* must be a list of variables"),
             (lambda w: [w, keras.Variable(0.0), w], ValueError, "variables holds 'w:0' twice"),
-            (lambda w: [w, tf.Variable(1, name="i")], TypeError, "variables holds 'i:0' of dtype int32"),
+            (
+                lambda w: [w, tf.Variable(1, name="i")],
+                TypeError,
+                "variables holds 'i:0' of dtype int32",
+            ),
             (
                 lambda w: [tf.Variable([1.0], shape=[None], name="n")],
                 ValueError,
                 r"variables holds 'n:0' of shape \(None,",
             ),
-            (lambda w: [of_another_graph()], ValueError, "variables holds 'other:0', which belongs to another graph"),
+            (
+                lambda w: [of_another_graph()],
+                ValueError,
+                "variables holds 'other:0', which belongs to another graph",
+            ),
         ],
     )
     def test_variables(self, variables, error, message):
@@ -306,7 +338,8 @@ class TestErrors:
             step(np.ones((2, 2), "float32"))
 
     @pytest.mark.parametrize(
-        "stack", [None, "text", {"a": object()}, tf.ragged.constant([[1.0], [1.0, 2.0]]), {1: 2, "a": 3}]
+        "stack",
+        [None, "text", {"a": object()}, tf.ragged.constant([[1.0], [1.0, 2.0]]), {1: 2, "a": 3}],
     )
     def test_stacks_of_no_tensors(self, linear, stack):
         with pytest.raises((TypeError, ValueError), match="stack"):
@@ -314,8 +347,12 @@ class TestErrors:
 
     def test_what_xla_cannot_compile(self):
         w = tf.Variable(1.0)
-        step = fa.TrainStep(lambda x: (w * tf.cast(tf.reduce_sum(tf.strings.length(x)), "float32"), 1.0), [w], "sgd")
-        with pytest.raises(ValueError, match=r"XLA cannot compile loss_fn with this stack: .*jit_compile=False"):
+        step = fa.TrainStep(
+            lambda x: (w * tf.cast(tf.reduce_sum(tf.strings.length(x)), "float32"), 1.0), [w], "sgd"
+        )
+        with pytest.raises(
+            ValueError, match=r"XLA cannot compile loss_fn with this stack: .*jit_compile=False"
+        ):
             step(tf.constant(["a", "b"]))
 
 
@@ -326,12 +363,16 @@ def of_another_graph():
 
 def test_variables_may_be_a_generator():
     variables = [tf.Variable(1.0), tf.Variable(2.0)]
-    step = fa.TrainStep(lambda x: (tf.add_n(variables), 1.0), (v for v in variables), keras.optimizers.SGD(1.0))
+    step = fa.TrainStep(
+        lambda x: (tf.add_n(variables), 1.0), (v for v in variables), keras.optimizers.SGD(1.0)
+    )
     step(np.ones((1, 1), "float32"))
     assert [float(v) for v in variables] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("empty", [np.zeros((2, 0), "float32"), {"a": np.zeros((2, 0)), "b": np.ones((2, 3))}])
+@pytest.mark.parametrize(
+    "empty", [np.zeros((2, 0), "float32"), {"a": np.zeros((2, 0)), "b": np.ones((2, 3))}]
+)
 def test_a_stack_whose_first_tensor_is_empty_is_trained_on(empty):
     """The loss was scaled by 1 / 0, and no step was taken."""
     w = tf.Variable(1.0)
@@ -371,7 +412,9 @@ def test_the_norm_is_that_of_the_unscaled_gradient_whose_scaled_squares_would_ov
     def loss(x):
         return tf.reduce_sum(w * w) / 2, tf.constant(1.0)
 
-    result = fa.TrainStep(loss, [w], keras.optimizers.SGD(1.0), loss_scale=2.0**80)(np.zeros((1, 1), "float32"))
+    result = fa.TrainStep(loss, [w], keras.optimizers.SGD(1.0), loss_scale=2.0**80)(
+        np.zeros((1, 1), "float32")
+    )
     assert result.grads_finite and float(result.grad_norm) == 5.0
     assert w.numpy().tolist() == [0.0, 0.0]
 
@@ -384,7 +427,9 @@ def test_the_first_leaf_of_a_stack_may_be_none():
         assert nothing is None
         return tf.reduce_sum((w * x) ** 2), tf.cast(tf.size(x), tf.float32)
 
-    result = fa.TrainStep(squared, [w], "sgd", jit_compile=False)((None, tf.constant([[1.0, 2.0], [3.0, 4.0]])))
+    result = fa.TrainStep(squared, [w], "sgd", jit_compile=False)(
+        (None, tf.constant([[1.0, 2.0], [3.0, 4.0]]))
+    )
     assert float(result.loss) == 7.5
 
 
@@ -395,7 +440,10 @@ def test_a_variable_that_no_gradient_reaches_is_named():
         return tf.reduce_sum((micro_batch * used) ** 2), tf.cast(tf.size(micro_batch), tf.float32)
 
     step = fa.TrainStep(squares, [used, unused], "sgd", jit_compile=False)
-    with pytest.warns(UserWarning, match=r"No gradient of the loss reaches these trainable variables.*\['unused'\]"):
+    with pytest.warns(
+        UserWarning,
+        match=r"No gradient of the loss reaches these trainable variables.*\['unused'\]",
+    ):
         step(tf.ones([2, 3, 1]))
     assert float(unused[0]) == 1.0 != float(used[0])
 
@@ -405,7 +453,8 @@ def test_a_variable_that_no_gradient_reaches_is_named():
     [
         (lambda: 0.0, 2**28, 2),
         (lambda: 0.0, 10, 1),  # results of a micro-batch take too much memory twice
-        (lambda: tf.random.normal([4]), 2**28, 1),  # each draw is another one, so that their order tells
+        # each draw is another one, so that their order tells
+        (lambda: tf.random.normal([4]), 2**28, 1),
         (tf.function(lambda: tf.random.uniform([4])), 2**28, 1),
         (lambda: tf.random.stateless_normal([4], [1, 2]), 2**28, 2),
     ],
@@ -432,7 +481,9 @@ def test_without_xla_two_micro_batches_are_computed_at_a_time(draw, largest, exp
 
 
 def test_without_xla_each_micro_batch_finds_what_the_one_before_assigned():
-    """With the work after it still to do, as BatchNormalization's averages move long before the backward pass ends."""
+    """With the work after it still to do, as BatchNormalization's averages move long before the
+    backward pass ends.
+    """
     w, state = tf.Variable(tf.ones([64, 64])), tf.Variable(0.0)
 
     def loss(x):
@@ -441,14 +492,16 @@ def test_without_xla_each_micro_batch_finds_what_the_one_before_assigned():
         y = x
         for _ in range(20):
             y = tf.tanh(y @ w)
-        return tf.reduce_sum(y) * 1e-9 + before * tf.reduce_sum(w), tf.constant(1.0)  # times 0, it would be left out
+        # times 0, it would be left out
+        return tf.reduce_sum(y) * 1e-9 + before * tf.reduce_sum(w), tf.constant(1.0)
 
     x = np.random.default_rng(0).normal(size=(12, 64, 64)).astype("float32")
     step = fa.TrainStep(loss, [w], keras.optimizers.SGD(0.0), state=[state], jit_compile=False)
     for _ in range(3):
         start = float(state)
         found, orders = float(step(tf.constant(x)).loss), []
-        for means in (x.mean((1, 2)), x.mean((1, 2))[::-1]):  # the second as a control: the order tells
+        # the second as a control: the order tells
+        for means in (x.mean((1, 2)), x.mean((1, 2))[::-1]):
             value, total = start, 0.0
             for mean in means:
                 total, value = total + value * 64 * 64, 0.5 * value + mean
@@ -461,8 +514,14 @@ def test_two_micro_batches_at_a_time_train_as_one_at_a_time_bit_for_bit(monkeypa
     def weights(largest):
         monkeypatch.setattr(xla_ops, "_LARGEST_TURN", largest)
         keras.utils.set_random_seed(0)
-        layers = [keras.layers.Conv2D(4, 3), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
-        model = keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Flatten(), keras.layers.Dense(1)])
+        layers = [
+            keras.layers.Conv2D(4, 3),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+        ]
+        model = keras.Sequential(
+            [keras.Input((8, 8, 1)), *layers, keras.layers.Flatten(), keras.layers.Dense(1)]
+        )
         trainer = fa.Trainer(model, "adam", "mse", gradient_accumulation_steps=6, jit_compile=False)
         x = np.random.default_rng(0).normal(size=(6, 4, 8, 8, 1)).astype("float32")
         for _ in range(3):

@@ -1,4 +1,6 @@
-"""Batches of sizes that vary, in models that mix rows: a program for each size, and one that ends the update."""
+"""Batches of sizes that vary, in models that mix rows: a program for each size, and one that ends
+the update.
+"""
 
 import keras
 import numpy as np
@@ -37,20 +39,29 @@ def normalized(outputs=1, dtype=None):
     x = keras.Input([4])
     h = keras.layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.01), dtype=dtype)(x)
     h = keras.layers.BatchNormalization(dtype=dtype)(h)
-    made = [keras.layers.Dense(2, name=f"out{i}", dtype=dtype)(keras.ops.tanh(h)) for i in range(outputs)]
+    made = [
+        keras.layers.Dense(2, name=f"out{i}", dtype=dtype)(keras.ops.tanh(h))
+        for i in range(outputs)
+    ]
     return keras.Model(x, made if outputs > 1 else made[0])
 
 
 def loss_sum(y, outputs, weights):
-    """The squared error, a mean over the last axis, added up over rows, weighted, and over outputs."""
+    """The squared error, a mean over the last axis, added up over rows, weighted, and over
+    outputs.
+    """
     if isinstance(y, tuple):
         each = weights or [1.0] * len(y)
         return tf.add_n([loss_sum(*parts) for parts in zip(y, outputs, each, strict=True)])
-    return tf.reduce_sum(tf.reduce_mean((y - outputs) ** 2, -1) * (1.0 if weights is None else weights))
+    return tf.reduce_sum(
+        tf.reduce_mean((y - outputs) ** 2, -1) * (1.0 if weights is None else weights)
+    )
 
 
 def train_by_hand(model, batches, optimizer, clip_norm=None):
-    """Adds up the gradients of the updates' micro-batches, as people write it; each sum is divided by all rows."""
+    """Adds up the gradients of the updates' micro-batches, as people write it; each sum is divided
+    by all rows.
+    """
     variables = model.trainable_variables
     for start in range(0, len(batches), ACCUMULATION):
         update = batches[start : start + ACCUMULATION]
@@ -91,7 +102,12 @@ def test_updates_are_those_of_a_loop_by_hand(case, jit_compile):
     train_by_hand(theirs, list(data(**options)), keras.optimizers.SGD(0.5), clip_norm)
     optimizer = keras.optimizers.SGD(0.5, global_clipnorm=clip_norm)
     trainer = fa.Trainer(
-        ours, optimizer, "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=jit_compile, loss_scale=None
+        ours,
+        optimizer,
+        "mse",
+        gradient_accumulation_steps=ACCUMULATION,
+        jit_compile=jit_compile,
+        loss_scale=None,
     )
     trainer.fit(Batches(**options), shuffle=False, verbose=0)
     assert_same(ours.get_weights(), theirs.get_weights(), 1e-5)
@@ -99,8 +115,12 @@ def test_updates_are_those_of_a_loop_by_hand(case, jit_compile):
 
 
 def test_shuffled_sizes_compile_once_for_each_size():
-    trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=True)
-    with pytest.warns(RuntimeWarning, match=r"3 programs were made so far.* What differs: rows.*unbatch\(\)"):
+    trainer = fa.Trainer(
+        normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=True
+    )
+    with pytest.warns(
+        RuntimeWarning, match=r"3 programs were made so far.* What differs: rows.*unbatch\(\)"
+    ):
         history = trainer.fit(Batches(shuffled=True), shuffle=False, epochs=8, verbose=0)
     used = {name: count for name, count in programs(trainer).items() if count}
     assert {name: count for name, (count, _) in history.programs.items()} == used
@@ -118,7 +138,9 @@ def test_on_a_cpu_one_trace_is_for_all_sizes_unless_xla_is_asked_for():
 
 
 def test_full_updates_and_a_short_last_batch_are_programs_of_their_own():
-    trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
+    trainer = fa.Trainer(
+        normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False
+    )
     trainer.fit(Batches(sizes=[4, 4, 4, 4, 4, 4, 4, 4, 2]), epochs=2, shuffle=False, verbose=0)
     used = {name: count for name, count in programs(trainer).items() if count}
     assert used == {"train step": 2}
@@ -126,7 +148,9 @@ def test_full_updates_and_a_short_last_batch_are_programs_of_their_own():
 
 def test_a_skipped_update_moves_nothing_but_the_loss_scale():
     model = normalized(dtype="mixed_float16")
-    trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=ACCUMULATION)
+    trainer = fa.Trainer(
+        model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=ACCUMULATION
+    )
     trainer.fit(Batches(), verbose=0)
     before, scale = model.get_weights(), float(trainer.loss_scale.scale())
     batches = Batches(sizes=[3, 7, 5])
@@ -140,7 +164,9 @@ def test_a_skipped_update_moves_nothing_but_the_loss_scale():
 
 def test_an_error_at_the_end_of_an_update_leaves_the_statistics(monkeypatch):
     model = normalized()
-    trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
+    trainer = fa.Trainer(
+        model, "sgd", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False
+    )
     trainer.fit(Batches(), verbose=0)
     before = model.get_weights()
 
@@ -192,20 +218,30 @@ def test_a_resumed_training_ends_bit_for_bit(tmp_path, steps_per_execution):
 
 def plain():
     keras.utils.set_random_seed(1)
-    return keras.Sequential([keras.Input([4]), keras.layers.Dense(8, "tanh"), keras.layers.Dense(2)])
+    return keras.Sequential(
+        [keras.Input([4]), keras.layers.Dense(8, "tanh"), keras.layers.Dense(2)]
+    )
 
 
 def test_rows_that_vary_go_over_to_xla_after_some_updates(tmp_path, monkeypatch):
-    """As long trainings on a CPU do after 512 updates: exact before and behind it, and bit for bit as resumed there."""
+    """As long trainings on a CPU do after 512 updates: exact before and behind it, and bit for bit
+    as resumed there.
+    """
     monkeypatch.setattr(of_sizes, "STEPS_TO_LEARN", 3)
     monkeypatch.setattr(of_sizes, "STEPS_TO_EARN", 5)
 
     def make():
         return fa.Trainer(
-            plain(), keras.optimizers.SGD(0.5), "mse", gradient_accumulation_steps=ACCUMULATION, loss_scale=None
+            plain(),
+            keras.optimizers.SGD(0.5),
+            "mse",
+            gradient_accumulation_steps=ACCUMULATION,
+            loss_scale=None,
         )
 
-    trainer = assert_resumes(make, lambda: {"x": Batches(), "shuffle": False}, [2, 4, 3], tmp_path, epochs=3)
+    trainer = assert_resumes(
+        make, lambda: {"x": Batches(), "shuffle": False}, [2, 4, 3], tmp_path, epochs=3
+    )
     used = {name: count for name, count in programs(trainer).items() if count}
     # The train step is of 5 rows, which the first three updates needed.
     assert used == {"train step": 1, "micro-batch of an update": 1, "end of an update": 1}
@@ -221,7 +257,9 @@ def test_rows_that_vary_go_over_to_xla_after_some_updates(tmp_path, monkeypatch)
 
 
 def test_steps_read_ahead_of_a_checkpoint_do_not_change_what_comes_before_them(tmp_path):
-    """Of a dispatch of three steps the last shows that sizes vary, and a resumed training has not seen it yet."""
+    """Of a dispatch of three steps the last shows that sizes vary, and a resumed training has not
+    seen it yet.
+    """
     sizes = [4, 4, 2, 4, 4, 2, 3, 3, 2] * 2
 
     def make():
@@ -235,7 +273,9 @@ def test_steps_read_ahead_of_a_checkpoint_do_not_change_what_comes_before_them(t
             jit_compile=False,
         )
 
-    assert_resumes(make, lambda: {"x": Batches(sizes=sizes), "shuffle": False}, [1, 2], tmp_path, epochs=2)
+    assert_resumes(
+        make, lambda: {"x": Batches(sizes=sizes), "shuffle": False}, [1, 2], tmp_path, epochs=2
+    )
 
 
 class Centred(keras.layers.Layer):
@@ -246,7 +286,9 @@ class Centred(keras.layers.Layer):
 def test_an_evaluation_of_a_layer_that_mixes_rows_has_one_trace_for_all_sizes():
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([4]), Centred(), keras.layers.Dense(2)])
-    trainer = fa.Trainer(model, "sgd", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
+    trainer = fa.Trainer(
+        model, "sgd", "mse", gradient_accumulation_steps=ACCUMULATION, jit_compile=False
+    )
     batches = list(data())
     found = trainer.evaluate(Batches(), verbose=0)
     errors = [(y - model(x).numpy()) ** 2 for x, y in batches]
@@ -257,12 +299,20 @@ def test_an_evaluation_of_a_layer_that_mixes_rows_has_one_trace_for_all_sizes():
 
 
 def test_a_small_micro_batch_overflows_no_sooner_than_the_whole_update():
-    """The loss scale is divided by the rows of all of the update, so that float16 holds as much for each size."""
+    """The loss scale is divided by the rows of all of the update, so that float16 holds as much for
+    each size.
+    """
     skipped = {}
     for sizes in ([50, 50, 50], [2, 50, 98]):
         model = normalized(dtype="mixed_float16")
         trainer = fa.Trainer(
-            model, keras.optimizers.SGD(0.0), "mse", gradient_accumulation_steps=ACCUMULATION, loss_scale=2.0**17
+            model,
+            keras.optimizers.SGD(0.0),
+            "mse",
+            gradient_accumulation_steps=ACCUMULATION,
+            loss_scale=2.0**17,
         )
-        skipped[len({*sizes})] = trainer.fit(Batches(sizes=sizes), shuffle=False, verbose=0).history["skipped_steps"]
+        skipped[len({*sizes})] = trainer.fit(
+            Batches(sizes=sizes), shuffle=False, verbose=0
+        ).history["skipped_steps"]
     assert skipped == {1: [0], 3: [0]}

@@ -1,4 +1,6 @@
-"""Batches of sequences, each padded to a length of its own, as updates of a loop by hand over these batches."""
+"""Batches of sequences, each padded to a length of its own, as updates of a loop by hand over these
+batches.
+"""
 
 import functools
 
@@ -26,7 +28,9 @@ layers = keras.layers
 
 
 def ids_of(random, rows, length):
-    """Draws ids from 1 up, with zeros behind the last one of each row; the first row is the longest."""
+    """Draws ids from 1 up, with zeros behind the last one of each row; the first row is the
+    longest.
+    """
     real = np.arange(length) < np.append(length, random.integers(1, length + 1, rows - 1))[:, None]
     return random.integers(1, IDS, (rows, length)) * real
 
@@ -35,7 +39,11 @@ def texts(shapes, of_tokens=False, weighted=False, seed=0):
     random = np.random.default_rng(seed)
     for rows, length in shapes:
         x = ids_of(random, rows, length)
-        y = random.integers(0, 5, x.shape) if of_tokens else random.normal(size=(rows, 1)).astype("float32")
+        y = (
+            random.integers(0, 5, x.shape)
+            if of_tokens
+            else random.normal(size=(rows, 1)).astype("float32")
+        )
         weights = random.uniform(0.2, 2, y.shape if of_tokens else rows).astype("float32")
         yield (x, y, weights) if weighted else (x, y)
 
@@ -67,12 +75,16 @@ def classifier():
 
 
 def of_series():
-    return keras.Sequential([keras.Input([None, 3]), layers.Masking(MASK_VALUE), layers.GRU(4), layers.Dense(1)])
+    return keras.Sequential(
+        [keras.Input([None, 3]), layers.Masking(MASK_VALUE), layers.GRU(4), layers.Dense(1)]
+    )
 
 
 def tagger():
     x, h = embedded()
-    return keras.Model(x, layers.Dense(5)(layers.Bidirectional(layers.LSTM(4, return_sequences=True))(h)))
+    return keras.Model(
+        x, layers.Dense(5)(layers.Bidirectional(layers.LSTM(4, return_sequences=True))(h))
+    )
 
 
 def causal():
@@ -100,21 +112,38 @@ def normalized():
 
 
 def translator():
-    source, target = (keras.Input([None], name=name, dtype="int32") for name in ("source", "target"))
+    source, target = (
+        keras.Input([None], name=name, dtype="int32") for name in ("source", "target")
+    )
     _, *state = layers.LSTM(4, return_state=True)(layers.Embedding(IDS, 4, mask_zero=True)(source))
-    h = layers.LSTM(4, return_sequences=True)(layers.Embedding(IDS, 4, mask_zero=True)(target), initial_state=state)
-    return keras.Model({"source": source, "target": target}, {"words": layers.Dense(5, name="words")(h)})
+    h = layers.LSTM(4, return_sequences=True)(
+        layers.Embedding(IDS, 4, mask_zero=True)(target), initial_state=state
+    )
+    return keras.Model(
+        {"source": source, "target": target}, {"words": layers.Dense(5, name="words")(h)}
+    )
 
 
 ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 MSE = keras.losses.MeanSquaredError()
-# Of each: how the model is made, its data, its loss, and whether padding leaves its results as they are.
+# Of each: how the model is made, its data, its loss, and whether padding leaves its results as they
+# are.
 CASES = {
     "classifier": (classifier, texts, MSE, True),
-    "classifier, weighted": (classifier, lambda s, seed=0: texts(s, weighted=True, seed=seed), MSE, True),
+    "classifier, weighted": (
+        classifier,
+        lambda s, seed=0: texts(s, weighted=True, seed=seed),
+        MSE,
+        True,
+    ),
     "series": (of_series, series, MSE, True),
     "tagger": (tagger, lambda s: texts(s, of_tokens=True), ENTROPY, True),
-    "tagger, weighted": (tagger, lambda s, seed=0: texts(s, of_tokens=True, weighted=True, seed=seed), ENTROPY, True),
+    "tagger, weighted": (
+        tagger,
+        lambda s, seed=0: texts(s, of_tokens=True, weighted=True, seed=seed),
+        ENTROPY,
+        True,
+    ),
     "causal": (causal, lambda s: texts(s, of_tokens=True), ENTROPY, True),
     "causal, weighted": (causal, lambda s: texts(s, of_tokens=True, weighted=True), ENTROPY, True),
     "attending": (attending, texts, MSE, True),
@@ -125,7 +154,15 @@ CASES = {
 
 
 # Others are run with what takes longer: each of these takes another path.
-QUICK = ["classifier", "series", "tagger, weighted", "causal, weighted", "translator", "pooled", "normalized"]
+QUICK = [
+    "classifier",
+    "series",
+    "tagger, weighted",
+    "causal, weighted",
+    "translator",
+    "pooled",
+    "normalized",
+]
 ALL = [case if case in QUICK else pytest.param(case, marks=pytest.mark.variant) for case in CASES]
 
 
@@ -141,7 +178,11 @@ def sums(loss, y, outputs, weights):
         outputs = outputs[name]
     values = loss.call(tf.convert_to_tensor(y), outputs)
     mask = getattr(outputs, "_keras_mask", None)
-    kept = tf.ones_like(values) if mask is None or values.shape.rank < 2 else tf.cast(mask, values.dtype)
+    kept = (
+        tf.ones_like(values)
+        if mask is None or values.shape.rank < 2
+        else tf.cast(mask, values.dtype)
+    )
     weighted = values * kept if weights is None else values * kept * weights
     return tf.reduce_sum(weighted), tf.reduce_sum(kept)
 
@@ -149,13 +190,19 @@ def sums(loss, y, outputs, weights):
 def train_by_hand(model, batches, loss, epochs=1):
     optimizer = keras.optimizers.SGD(0.1)
     losses = []
-    for update in [batches[i : i + ACCUMULATION] for i in range(0, len(batches), ACCUMULATION)] * epochs:
+    for update in [
+        batches[i : i + ACCUMULATION] for i in range(0, len(batches), ACCUMULATION)
+    ] * epochs:
         totals, loss_sum, count = None, 0.0, 0.0
         for x, y, *weights in update:
             with tf.GradientTape() as tape:
                 part, of_part = sums(loss, y, model(x, training=True), *(weights or [None]))
-            found = [tf.convert_to_tensor(g) for g in tape.gradient(part, model.trainable_variables)]
-            totals = found if totals is None else [a + b for a, b in zip(totals, found, strict=True)]
+            found = [
+                tf.convert_to_tensor(g) for g in tape.gradient(part, model.trainable_variables)
+            ]
+            totals = (
+                found if totals is None else [a + b for a, b in zip(totals, found, strict=True)]
+            )
             loss_sum, count = loss_sum + part, count + of_part
         optimizer.apply([total / count for total in totals], model.trainable_variables)
         losses.append(float(loss_sum / count))
@@ -187,7 +234,11 @@ def assert_as_by_hand(case, shapes, **options):
 
 
 @pytest.mark.parametrize(
-    "shapes", [pytest.param(SAME_ROWS, marks=pytest.mark.variant, id="same rows"), pytest.param(OTHER_ROWS, id="other")]
+    "shapes",
+    [
+        pytest.param(SAME_ROWS, marks=pytest.mark.variant, id="same rows"),
+        pytest.param(OTHER_ROWS, id="other"),
+    ],
 )
 @pytest.mark.parametrize("case", ALL)
 def test_updates_are_those_of_a_loop_by_hand(case, shapes):
@@ -200,7 +251,10 @@ def test_updates_are_those_of_a_loop_by_hand(case, shapes):
     [
         "causal, weighted",
         "pooled",
-        *(pytest.param(case, marks=pytest.mark.variant) for case in ("classifier", "translator", "normalized")),
+        *(
+            pytest.param(case, marks=pytest.mark.variant)
+            for case in ("classifier", "translator", "normalized")
+        ),
     ],
 )
 def test_updates_are_those_of_a_loop_by_hand_with_xla(case):
@@ -215,14 +269,18 @@ def test_updates_are_those_of_a_loop_by_hand_with_xla(case):
 
 def arranged_lengths(model, data, loss, metrics=(), shapes=SAME_ROWS):
     """Returns the lengths of the stacks of a first step, of batches of 7, 12 and 9 steps."""
-    trainer = fa.Trainer(model, "sgd", loss, metrics, gradient_accumulation_steps=ACCUMULATION, jit_compile=False)
+    trainer = fa.Trainer(
+        model, "sgd", loss, metrics, gradient_accumulation_steps=ACCUMULATION, jit_compile=False
+    )
     batches = list(data(shapes))
     trainer.fit(Batches(batches[:1]), verbose=0)
     layout = trainer._builder.training_layout(trainer._present_options)
     check = padding.Padding(trainer._builder.step.objective)
     before = [v.numpy() for v in model.variables]
     source = DatasetSource(Batches(batches), "x")
-    sizes = Sizes("x", source.dataset.element_spec, layout._replace(one_trace="never", padding=check))
+    sizes = Sizes(
+        "x", source.dataset.element_spec, layout._replace(one_trace="never", padding=check)
+    )
     stacks, apart = sizes.arrange(list(source.dataset.take(3)), [rows for rows, _ in shapes[:3]])
     for then, now in zip(before, model.variables, strict=True):
         np.testing.assert_array_equal(then, now.numpy())
@@ -271,7 +329,9 @@ class OnlyInInference(layers.Layer):
 
 class CountingSteps(layers.Layer):
     def build(self, shape):
-        self.steps = self.add_weight(shape=(), dtype="int32", trainable=False, initializer="zeros", name="steps")
+        self.steps = self.add_weight(
+            shape=(), dtype="int32", trainable=False, initializer="zeros", name="steps"
+        )
 
     def call(self, x):
         self.steps.assign_add(keras.ops.size(x[..., 0]))
@@ -314,7 +374,9 @@ def large(shapes):
 
 
 def averaging_series():
-    return keras.Sequential([keras.Input([None, 3]), layers.GlobalAveragePooling1D(), layers.Dense(1)])
+    return keras.Sequential(
+        [keras.Input([None, 3]), layers.GlobalAveragePooling1D(), layers.Dense(1)]
+    )
 
 
 SEEN = {
@@ -326,8 +388,16 @@ SEEN = {
     "a maximum": (best_of_few, series, MSE),
     "a gradient that is NaN": (norm_of_features, series, MSE),
     "the first steps alone": (first_steps, texts, MSE),
-    "in inference alone": (lambda: with_layer(OnlyInInference()), lambda s: texts(s, of_tokens=True), ENTROPY),
-    "a count of steps": (lambda: with_layer(CountingSteps()), lambda s: texts(s, of_tokens=True), ENTROPY),
+    "in inference alone": (
+        lambda: with_layer(OnlyInInference()),
+        lambda s: texts(s, of_tokens=True),
+        ENTROPY,
+    ),
+    "a count of steps": (
+        lambda: with_layer(CountingSteps()),
+        lambda s: texts(s, of_tokens=True),
+        ENTROPY,
+    ),
     "a metric of the user's": (causal, lambda s: texts(s, of_tokens=True), ENTROPY, RowMean),
 }
 
@@ -336,7 +406,9 @@ SEEN = {
 def test_padding_is_not_used_where_it_is_seen(case):
     make_model, data, loss, *metrics = SEEN[case]
     keras.utils.set_random_seed(1)
-    assert arranged_lengths(make_model(), data, loss, [metric() for metric in metrics]) == AS_THEY_ARE
+    assert (
+        arranged_lengths(make_model(), data, loss, [metric() for metric in metrics]) == AS_THEY_ARE
+    )
 
 
 def test_rows_that_are_all_padding_keep_their_length_where_it_counts():
@@ -363,7 +435,9 @@ def test_an_evaluation_is_that_of_all_rows():
     batches = list(data(OTHER_ROWS))
     found = trainer.evaluate(Batches(batches), verbose=0, return_dict=True)
     parts = [sums(loss, y, trainer.model(x), w) for x, y, w in batches]
-    np.testing.assert_allclose(found["loss"], sum(a for a, _ in parts) / sum(b for _, b in parts), rtol=1e-5)
+    np.testing.assert_allclose(
+        found["loss"], sum(a for a, _ in parts) / sum(b for _, b in parts), rtol=1e-5
+    )
     # As in Keras, of the means of each row.
     right = [(trainer.model(x).numpy().argmax(-1) == y).mean(1) for x, y, _ in batches]
     np.testing.assert_allclose(found["accuracy"], np.concatenate(right).mean(), rtol=1e-6)
@@ -374,7 +448,9 @@ def test_padding_does_not_count_in_metrics(case):
     metrics = ["accuracy", "sparse_top_k_categorical_accuracy"]
     _, history = trained(case, SAME_ROWS, metrics=metrics, jit_compile=True)
     _, expected = trained(case, SAME_ROWS, metrics=metrics, jit_compile=False)
-    assert history.programs["micro-batch of an update"][0] < len({length for _, length in SAME_ROWS})
+    assert history.programs["micro-batch of an update"][0] < len(
+        {length for _, length in SAME_ROWS}
+    )
     np.testing.assert_allclose(history.history["accuracy"], expected.history["accuracy"], rtol=1e-6)
     np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-5)
 
@@ -394,7 +470,9 @@ def test_a_table_of_positions_bounds_the_padding():
     for jit_compile in (True, False):
         model.set_weights(before)
         optimizer = keras.optimizers.SGD(0.1)
-        trainer = fa.Trainer(model, optimizer, ENTROPY, gradient_accumulation_steps=2, jit_compile=jit_compile)
+        trainer = fa.Trainer(
+            model, optimizer, ENTROPY, gradient_accumulation_steps=2, jit_compile=jit_compile
+        )
         batches = texts([(2, 6), (2, 30), (2, 28), (2, 12)], of_tokens=True)
         losses.append(trainer.fit(Batches(batches), shuffle=False, verbose=0).history["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-5)
@@ -404,7 +482,13 @@ def test_a_table_of_positions_bounds_the_padding():
 @pytest.mark.parametrize("case", ["classifier", "normalized"])
 def test_a_resumed_training_ends_bit_for_bit(tmp_path, case, jit_compile):
     def trainer():
-        return fa.Trainer(make(case), "adam", MSE, gradient_accumulation_steps=ACCUMULATION, jit_compile=jit_compile)
+        return fa.Trainer(
+            make(case),
+            "adam",
+            MSE,
+            gradient_accumulation_steps=ACCUMULATION,
+            jit_compile=jit_compile,
+        )
 
     def batches():
         return {"x": Batches(texts(OTHER_ROWS), shuffled=True), "shuffle": False}
@@ -447,7 +531,9 @@ GENERATED = ["classifier, weighted", "series", "tagger, weighted", "translator"]
 
 @functools.cache
 def side_by_side(case):
-    """Makes a trainer and a model of Keras's with the same weights, which examples share: compiled once."""
+    """Makes a trainer and a model of Keras's with the same weights, which examples share: compiled
+    once.
+    """
     _, _, loss, _ = CASES[case]
     trainer = fa.Trainer(make(case), keras.optimizers.SGD(0.1), loss, loss_scale=None)
     theirs = make(case)
@@ -476,7 +562,9 @@ def test_generated_updates_are_those_of_keras_on_the_full_batch(
     theirs.set_weights(weights)
     data = Batches(batches)
     if as_dataset:
-        data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature(batches[0]))
+        data = tf.data.Dataset.from_generator(
+            lambda: iter(batches), output_signature=signature(batches[0])
+        )
     trainer.fit(data, shuffle=False, verbose=0)
     for start in range(0, len(batches), accumulation):
         theirs.train_on_batch(*full_batch(batches[start : start + accumulation]))
@@ -491,7 +579,9 @@ def test_a_mean_of_the_batches_means_is_another_update():
     trainer.model.set_weights(weights)
     trainer.fit(Batches(batches), shuffle=False, verbose=0)
     of_means = make("classifier, weighted")
-    of_means.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), MSE, jit_compile=False)
+    of_means.compile(
+        keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), MSE, jit_compile=False
+    )
     for batch in batches:
         of_means.train_on_batch(*batch)
     ours, others = trainer.model.get_weights(), of_means.get_weights()

@@ -1,7 +1,8 @@
-"""The calls that fit, evaluate and predict make, and what callbacks read, beside Keras's for the same training.
+"""The calls that fit, evaluate and predict make, and what callbacks read, beside Keras's for the
+same training.
 
-Keras trains on the full batch, fastaccum on halves of it; what differs on purpose stands in `REASONS`, and in
-docs/guides/callbacks.md.
+Keras trains on the full batch, fastaccum on halves of it; what differs on purpose stands in
+`REASONS`, and in docs/guides/callbacks.md.
 """
 
 import random
@@ -75,7 +76,11 @@ def _note(hook):
     return method
 
 
-HOOKS = [name for name in dir(keras.callbacks.Callback) if name.startswith("on_") and "on_batch" not in name]
+HOOKS = [
+    name
+    for name in dir(keras.callbacks.Callback)
+    if name.startswith("on_") and "on_batch" not in name
+]
 for name in HOOKS:
     setattr(Log, name, _note(name))
 
@@ -90,13 +95,17 @@ def pair():
     """A model that Keras trains, and a Trainer of the same model."""
     theirs = make_model()
     theirs.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
-    trainer = fa.Trainer(make_model(), keras.optimizers.SGD(0.5), "mse", ["mae"], gradient_accumulation_steps=2)
+    trainer = fa.Trainer(
+        make_model(), keras.optimizers.SGD(0.5), "mse", ["mae"], gradient_accumulation_steps=2
+    )
     return theirs, trainer
 
 
 @pytest.fixture
 def both(pair):
-    """The fit, evaluate and predict of each side, from the same weights, with its rows of a batch."""
+    """The fit, evaluate and predict of each side, from the same weights, with its rows of a
+    batch.
+    """
     theirs, trainer = pair
     for model in (theirs, trainer.model):
         model.set_weights(make_model().get_weights())
@@ -124,7 +133,11 @@ def test_hooks_of_data_and_callbacks(both, case):
     logs, validation_logs = [], []
     for side, _, rows in both:
         options = {"shuffle": False, "epochs": 3, "verbose": 0, **FITS[case]}
-        workers = {name: options.pop(name) for name in ("workers", "use_multiprocessing") if name in options}
+        workers = {
+            name: options.pop(name)
+            for name in ("workers", "use_multiprocessing")
+            if name in options
+        }
         log, validation_log = [], []
         if options.pop("validated", False):
             options["validation_data"] = Data(ROWS, validation_log)
@@ -135,12 +148,15 @@ def test_hooks_of_data_and_callbacks(both, case):
     assert _without_positions(logs[1]) == _without_positions(logs[0])
     assert validation_logs[1] == validation_logs[0]
     assert logs[0].count("data.on_epoch_end") == 4
-    if case not in ("shuffled by batches", "one batch an epoch"):  # other batches; Keras reads ahead of the shuffle
+    # other batches; Keras reads ahead of the shuffle
+    if case not in ("shuffled by batches", "one batch an epoch"):
         assert difference(both) < 1e-6
 
 
 def _without_positions(log):
-    """Leaves out of a log what a test of micro-batches' numbers compares: an evaluation's calls stand for several."""
+    """Leaves out of a log what a test of micro-batches' numbers compares: an evaluation's calls
+    stand for several.
+    """
     hooks = []
     for each in log:
         if isinstance(each, tuple) and "test_batch" in each[0]:
@@ -218,7 +234,9 @@ def test_a_sequence_has_the_hooks_that_tf_keras_calls(both, options):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("steps_per_epoch", [None, 1])
-def test_a_resumed_training_has_the_order_of_one_that_never_stopped(both, tmp_path, shuffle, steps_per_epoch):
+def test_a_resumed_training_has_the_order_of_one_that_never_stopped(
+    both, tmp_path, shuffle, steps_per_epoch
+):
     trainer = both[1][0]
     start = trainer.model.get_weights()
     options = {"shuffle": shuffle, "steps_per_epoch": steps_per_epoch, "verbose": 0}
@@ -238,7 +256,9 @@ def test_a_resumed_training_has_the_order_of_one_that_never_stopped(both, tmp_pa
 
 
 class StopAtTheEnd(keras.callbacks.Callback):
-    """Stops at the last step of an epoch and takes it back, as `fastaccum train` does after its last step."""
+    """Stops at the last step of an epoch and takes it back, as `fastaccum train` does after its
+    last step.
+    """
 
     def __init__(self, epoch):
         super().__init__()
@@ -261,7 +281,13 @@ def test_a_training_stopped_at_the_end_of_an_epoch_goes_on(both, tmp_path):
 
     def fit(epochs, folder, *callbacks):
         options = {"steps_per_epoch": 1, "shuffle": False, "verbose": 0}
-        trainer.fit(Data(8, []), epochs=epochs, checkpoint_dir=tmp_path / folder, callbacks=[*callbacks], **options)
+        trainer.fit(
+            Data(8, []),
+            epochs=epochs,
+            checkpoint_dir=tmp_path / folder,
+            callbacks=[*callbacks],
+            **options,
+        )
         return trainer.model.get_weights()
 
     whole = fit(4, "whole")
@@ -286,7 +312,11 @@ class Read(keras.callbacks.Callback):
         model = self.model
         self.read[hook, at] = {
             "params": {name: self.params[name] for name in ("epochs", "steps", "verbose")},
-            "logs": {name: float(logs[name]) for name in ("loss", "mae", "val_loss", "val_mae") if name in logs},
+            "logs": {
+                name: float(logs[name])
+                for name in ("loss", "mae", "val_loss", "val_mae")
+                if name in logs
+            },
             "metrics": {name: float(value) for name, value in model.get_metrics_result().items()},
             "names": [metric.name for metric in model.metrics],
             "metrics_names": model.metrics_names,
@@ -353,7 +383,9 @@ def test_an_evaluation_in_mid_epoch_leaves_the_epochs_logs_alone(both, by):
                 (trainer if by == "trainer" else self.model).evaluate(X[:4], Y[:4], verbose=0)
             read.append((before, _results(self.model), dict(logs)))
 
-    history = trainer.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Evaluate()]).history
+    history = trainer.fit(
+        X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Evaluate()]
+    ).history
     assert history == plain
     assert len(read) == 2
     for before, after, logs in read:
@@ -368,14 +400,18 @@ def _results(model):
 def test_validation_leaves_the_epochs_metrics_and_evaluate_its_own(both):
     trainer = both[1][0]
     read = []
-    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: read.append((_results(trainer.model), logs)))
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: read.append((_results(trainer.model), logs))
+    )
     trainer.fit(X, Y, batch_size=8, validation_data=(X[:6], Y[:6]), verbose=0, callbacks=[note])
     ((metrics, logs),) = read
     assert metrics == pytest.approx({"loss": logs["loss"], "mae": logs["mae"]}, abs=1e-6)
     assert metrics["loss"] != pytest.approx(logs["val_loss"], abs=1e-6)
     evaluated = trainer.evaluate(X[:6], Y[:6], return_dict=True, verbose=0)
     assert _results(trainer.model) == pytest.approx(evaluated, abs=1e-6)
-    assert trainer.model.evaluate(X[:6], Y[:6], verbose=0, return_dict=True) == pytest.approx(evaluated, abs=1e-6)
+    assert trainer.model.evaluate(X[:6], Y[:6], verbose=0, return_dict=True) == pytest.approx(
+        evaluated, abs=1e-6
+    )
 
 
 def test_each_outputs_loss_is_among_the_metrics():
@@ -385,11 +421,15 @@ def test_each_outputs_loss_is_among_the_metrics():
     losses = {"a": "mse", "b": "mae"}
     trainer = fa.Trainer(model, "sgd", losses, gradient_accumulation_steps=2, jit_compile=False)
     read = []
-    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: read.append((_results(model), logs)))
+    note = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: read.append((_results(model), logs))
+    )
     y = {"a": Y, "b": Y}
     trainer.fit(X, y, batch_size=16, verbose=0, callbacks=[note])
     ((metrics, logs),) = read
-    assert metrics == pytest.approx({name: logs[name] for name in ("loss", "a_loss", "b_loss")}, abs=1e-6)
+    assert metrics == pytest.approx(
+        {name: logs[name] for name in ("loss", "a_loss", "b_loss")}, abs=1e-6
+    )
     theirs = model.evaluate(X, y, verbose=0, return_dict=True)
     assert theirs == pytest.approx(trainer.evaluate(X, y, verbose=0, return_dict=True), abs=1e-6)
     assert [metric.name for metric in model.metrics].count("a_loss") == 1
@@ -429,15 +469,23 @@ def test_a_callback_stops_an_evaluation(both):
     for side, _, _ in both:
         stop = Stop()
         found.append(
-            (side.evaluate(X, Y, batch_size=8, steps=4, return_dict=True, verbose=0, callbacks=[stop]), stop.read)
+            (
+                side.evaluate(
+                    X, Y, batch_size=8, steps=4, return_dict=True, verbose=0, callbacks=[stop]
+                ),
+                stop.read,
+            )
         )
     (theirs, read), (ours, our_read) = found
     assert ours == pytest.approx(theirs, abs=1e-6)
     assert len(our_read) == len(read) == 2
     for one, other in zip(our_read, read, strict=True):
         assert one == pytest.approx(other, abs=1e-6)
-    whole = both[1][0].evaluate(X, Y, batch_size=8, return_dict=True, verbose=0)  # the next one is not stopped
-    assert whole == pytest.approx(both[0][0].evaluate(X, Y, batch_size=8, return_dict=True, verbose=0), abs=1e-6)
+    # the next one is not stopped
+    whole = both[1][0].evaluate(X, Y, batch_size=8, return_dict=True, verbose=0)
+    assert whole == pytest.approx(
+        both[0][0].evaluate(X, Y, batch_size=8, return_dict=True, verbose=0), abs=1e-6
+    )
     assert whole != pytest.approx(ours, abs=1e-6)
 
 
@@ -493,10 +541,16 @@ def cycle(pulled):
 
 @pytest.mark.parametrize(
     "options",
-    [{"validation_steps": 1}, {"validation_steps": 3}, {"validation_steps": 3, "validation_freq": 2}],
+    [
+        {"validation_steps": 1},
+        {"validation_steps": 3},
+        {"validation_steps": 3, "validation_freq": 2},
+    ],
 )
 def test_each_validation_goes_on_in_a_generator_where_the_last_one_ended(both, options):
-    """Keras goes on if a Dataset reads the generator; by itself it begins again with the first two batches."""
+    """Keras goes on if a Dataset reads the generator; by itself it begins again with the first two
+    batches.
+    """
     pulls, losses = [], []
     for side, _, rows in both:
         pulled = []
@@ -528,7 +582,9 @@ def test_a_validation_by_a_generator_of_all_rows_is_that_of_arrays(both):
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_evaluations_leave_a_generator_where_keras_does(both, monkeypatch, steps):
-    """Keras also drops what its dataset prefetched by then, a batch or two; here it prefetches none."""
+    """Keras also drops what its dataset prefetched by then, a batch or two; here it prefetches
+    none.
+    """
     pulls, losses = [], []
     for side, _, rows in both:
         pulled = []
@@ -565,10 +621,16 @@ def test_callbacks_read_the_rate_of_a_schedule(both):
 
         if side == "keras":
             model.compile(optimizer, "mse")
-            model.fit(X, Y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0, callbacks=[Rates()])
+            model.fit(
+                X, Y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0, callbacks=[Rates()]
+            )
         else:
-            trainer = fa.Trainer(model, optimizer, "mse", gradient_accumulation_steps=2, jit_compile=False)
-            trainer.fit(X, Y, batch_size=ROWS // 2, epochs=2, shuffle=False, verbose=0, callbacks=[Rates()])
+            trainer = fa.Trainer(
+                model, optimizer, "mse", gradient_accumulation_steps=2, jit_compile=False
+            )
+            trainer.fit(
+                X, Y, batch_size=ROWS // 2, epochs=2, shuffle=False, verbose=0, callbacks=[Rates()]
+            )
         found.append(rates)
     assert found[1] == pytest.approx(found[0], rel=1e-6)
     assert found[0] == pytest.approx(
@@ -602,7 +664,9 @@ def test_methods_of_the_model_that_keras_calls_are_called_or_listed(both, monkey
             side = model
         else:
             model = make_model()
-            side = fa.Trainer(model, "sgd", "mse", ["mae"], gradient_accumulation_steps=2, jit_compile=False)
+            side = fa.Trainer(
+                model, "sgd", "mse", ["mae"], gradient_accumulation_steps=2, jit_compile=False
+            )
         side.fit(X, Y, batch_size=rows, validation_data=(X, Y), verbose=0)
         side.predict(X, verbose=0)
     assert called[0] == set(METHODS)
@@ -644,11 +708,15 @@ def test_methods_of_the_optimizer_are_called_as_in_keras():
 
 
 def test_kerass_own_loss_log_of_data_of_unknown_length():
-    """Its step starts once more than there are batches, and counts known numbers of rows without a loss."""
+    """Its step starts once more than there are batches, and counts known numbers of rows without a
+    loss.
+    """
     theirs = make_model()
     theirs.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=False)
     signature = tuple(_spec(each, ROWS) for each in (X, Y))
-    data = _dataset(lambda: ((X[i : i + ROWS], Y[i : i + ROWS]) for i in range(0, 32, ROWS)), signature)
+    data = _dataset(
+        lambda: ((X[i : i + ROWS], Y[i : i + ROWS]) for i in range(0, 32, ROWS)), signature
+    )
     logged = theirs.fit(data, verbose=0).history["loss"][0]
     assert logged == pytest.approx(theirs.evaluate(X, Y, verbose=0) * 2 / 3, rel=1e-5)
 
@@ -684,10 +752,15 @@ def test_the_progress_line_tells_rows_a_second(both, capsys):
 
 
 @pytest.mark.parametrize(("repeated", "says"), [(True, True), (False, False)])
-def test_steps_per_epoch_of_endless_data_says_once_what_it_counts(both, capsys, monkeypatch, repeated, says):
+def test_steps_per_epoch_of_endless_data_says_once_what_it_counts(
+    both, capsys, monkeypatch, repeated, says
+):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8)
     data = data.repeat() if repeated else data
     both[1][0].fit(data, steps_per_epoch=2, epochs=2)
-    text = "steps_per_epoch=2 counts updates: an epoch reads 4 batches, 2 for each update. Keras's counts batches."
+    text = (
+        "steps_per_epoch=2 counts updates: an epoch reads 4 batches, 2 for each update. Keras's "
+        "counts batches."
+    )
     assert capsys.readouterr().out.count(text) == says

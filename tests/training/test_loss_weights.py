@@ -33,7 +33,9 @@ def model():
 def keras_history(weight, weights):
     theirs = model()
     theirs.compile(keras.optimizers.SGD(0.1), ["mse", "mae"], loss_weights=weights)
-    history = theirs.fit(X, Y, batch_size=16, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[Anneal(weight)])
+    history = theirs.fit(
+        X, Y, batch_size=16, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=[Anneal(weight)]
+    )
     return theirs, history.history
 
 
@@ -65,7 +67,9 @@ def test_an_annealed_weight_is_exact(kind, jit_compile):
         np.testing.assert_allclose(history[name], logs[name], rtol=1e-5)
     evaluated = ours.evaluate(X, Y, batch_size=8, verbose=0, return_dict=True)
     expected = theirs.evaluate(X, Y, batch_size=8, verbose=0, return_dict=True)
-    np.testing.assert_allclose([evaluated[name] for name in expected], [*expected.values()], rtol=1e-5)
+    np.testing.assert_allclose(
+        [evaluated[name] for name in expected], [*expected.values()], rtol=1e-5
+    )
     assert ours._builder.step.compiled_execute.function.experimental_get_tracing_count() == 1
 
 
@@ -77,7 +81,13 @@ def test_a_single_loss_takes_a_variable():
     other.set_weights(one.get_weights())
     one.compile(keras.optimizers.SGD(0.1), "mse", loss_weights=[weight])
     one.fit(X, Y[0], batch_size=16, shuffle=False, verbose=0)
-    ours = fa.Trainer(other, keras.optimizers.SGD(0.1), "mse", loss_weights=[weight], gradient_accumulation_steps=2)
+    ours = fa.Trainer(
+        other,
+        keras.optimizers.SGD(0.1),
+        "mse",
+        loss_weights=[weight],
+        gradient_accumulation_steps=2,
+    )
     ours.fit(X, Y[0], batch_size=8, shuffle=False, verbose=0)
     assert_same(other, one)
 
@@ -101,7 +111,9 @@ def test_no_scalar_is_refused(weight):
 
 
 def difference(y_true, y_pred):
-    value = tf.numpy_function(lambda a, b: np.float32(np.abs(a - b).mean()), [y_true, y_pred], tf.float32)
+    value = tf.numpy_function(
+        lambda a, b: np.float32(np.abs(a - b).mean()), [y_true, y_pred], tf.float32
+    )
     return tf.ensure_shape(value, [])  # which Keras needs too
 
 
@@ -114,8 +126,12 @@ def test_a_metric_that_calls_python_trains_without_xla_and_says_so():
             made.compile(keras.optimizers.SGD(0.1), "mse", metrics=[difference], jit_compile=False)
             logs.append(made.fit(X, Y[0], batch_size=16, shuffle=False, verbose=0).history)
             continue
-        ours = fa.Trainer(made, keras.optimizers.SGD(0.1), "mse", [difference], gradient_accumulation_steps=2)
-        with pytest.warns(UserWarning, match=r"metrics=\['difference'\], which call Python.*trains without XLA"):
+        ours = fa.Trainer(
+            made, keras.optimizers.SGD(0.1), "mse", [difference], gradient_accumulation_steps=2
+        )
+        with pytest.warns(
+            UserWarning, match=r"metrics=\['difference'\], which call Python.*trains without XLA"
+        ):
             logs.append(ours.fit(X, Y[0], batch_size=8, shuffle=False, verbose=0).history)
     for name, values in logs[0].items():
         np.testing.assert_allclose(logs[1][name], values, rtol=1e-5)

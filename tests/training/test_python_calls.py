@@ -1,4 +1,6 @@
-"""A loss, a layer, a metric or a `compute_loss` that calls Python, as by `tf.py_function`: trained without XLA."""
+"""A loss, a layer, a metric or a `compute_loss` that calls Python, as by `tf.py_function`: trained
+without XLA.
+"""
 
 import re
 
@@ -31,7 +33,9 @@ def numpy_loss(y_true, y_pred):
 
 
 def python_metric(y_true, y_pred):
-    return tf.ensure_shape(tf.numpy_function(lambda a, b: np.abs(a - b).mean(), [y_true, y_pred], tf.float32), [])
+    return tf.ensure_shape(
+        tf.numpy_function(lambda a, b: np.abs(a - b).mean(), [y_true, y_pred], tf.float32), []
+    )
 
 
 def through_python(x):
@@ -66,7 +70,9 @@ def make_model(make_layer=None, of=keras.Model):
 
 
 def make_trainer(model, loss, metrics=(), **options):
-    return fa.Trainer(model, keras.optimizers.Adam(0.01), loss, metrics, gradient_accumulation_steps=2, **options)
+    return fa.Trainer(
+        model, keras.optimizers.Adam(0.01), loss, metrics, gradient_accumulation_steps=2, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,9 @@ def test_what_calls_python_trains_without_xla_as_in_keras(make_layer, of, loss, 
     theirs.compile(keras.optimizers.Adam(0.01), loss, jit_compile=False)
     theirs.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
     trainer = make_trainer(make_model(make_layer, of), loss)
-    with pytest.warns(UserWarning, match=f"{re.escape(named)}, which call Python.*trains without XLA") as said:
+    with pytest.warns(
+        UserWarning, match=f"{re.escape(named)}, which call Python.*trains without XLA"
+    ) as said:
         trainer.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
     assert len([each for each in said if "XLA" in str(each.message)]) == 1
     for own, other in zip(trainer.model.get_weights(), theirs.get_weights(), strict=True):
@@ -99,7 +107,9 @@ def test_with_xla_asked_for_all_are_named_before_python_runs():
     before = trainer.model.get_weights()
     COMPUTED.clear()
     named = r"layers=\['culprit \(Lambda\)'\], loss=\['python_loss'\], metrics=\['python_metric'\], which call Python"
-    with pytest.raises(ValueError, match=rf"{named}.*keras\.ops.*dataset\.map.*jit_compile='auto' or False"):
+    with pytest.raises(
+        ValueError, match=rf"{named}.*keras\.ops.*dataset\.map.*jit_compile='auto' or False"
+    ):
         trainer.fit(X, Y, batch_size=8, verbose=0)
     for own, other in zip(trainer.model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(own, other)
@@ -108,11 +118,16 @@ def test_with_xla_asked_for_all_are_named_before_python_runs():
 
 @pytest.mark.parametrize(
     "of, loss, named",
-    [(keras.Model, python_loss, r"loss=\['python_loss'\]"), (WithLoss, None, r"WithLoss\.compute_loss")],
+    [
+        (keras.Model, python_loss, r"loss=\['python_loss'\]"),
+        (WithLoss, None, r"WithLoss\.compute_loss"),
+    ],
 )
 def test_the_input_pipeline_is_no_remedy_for_a_loss(of, loss, named):
     trainer = make_trainer(make_model(of=of), loss, jit_compile=True)
-    with pytest.raises(ValueError, match=rf"{named}, which call Python.*jit_compile='auto' or False") as refused:
+    with pytest.raises(
+        ValueError, match=rf"{named}, which call Python.*jit_compile='auto' or False"
+    ) as refused:
         trainer.fit(X, Y, batch_size=8, verbose=0)
     assert "dataset.map" not in str(refused.value)
 
@@ -123,7 +138,9 @@ def test_nor_is_it_for_a_loss_by_another_operation_that_xla_has_not():
         return losses * tf.strings.to_number(tf.strings.as_string(losses))
 
     trainer = make_trainer(make_model(), by_text, jit_compile=True)
-    with pytest.raises(ValueError, match=r"no such operation\. Pass jit_compile=False\. XLA says") as refused:
+    with pytest.raises(
+        ValueError, match=r"no such operation\. Pass jit_compile=False\. XLA says"
+    ) as refused:
         trainer.fit(X, Y, batch_size=8, verbose=0)
     assert "dataset.map" not in str(refused.value)
 
@@ -137,7 +154,11 @@ def test_a_loss_by_numpy_has_no_gradient():
 @pytest.mark.filterwarnings("ignore:XLA cannot compile")
 def test_figures_of_an_xla_program_are_refused_by_name():
     trainer = make_trainer(make_model(), python_loss)
-    with pytest.raises(ValueError, match=r"loss=\['python_loss'\], which call Python: do without a summary"):
+    with pytest.raises(
+        ValueError, match=r"loss=\['python_loss'\], which call Python: do without a summary"
+    ):
         trainer.summary(X, Y, batch_size=8)
-    with pytest.raises(ValueError, match=r"loss=\['python_loss'\], which call Python: pass a batch_size"):
+    with pytest.raises(
+        ValueError, match=r"loss=\['python_loss'\], which call Python: pass a batch_size"
+    ):
         fa.plan(trainer, (X, Y), global_batch_size=16)

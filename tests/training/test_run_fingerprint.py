@@ -1,4 +1,6 @@
-"""What changes a training changes its description too, which workers and resumed trainings compare."""
+"""What changes a training changes its description too, which workers and resumed trainings
+compare.
+"""
 
 import contextlib
 import dataclasses
@@ -30,7 +32,10 @@ Y = X.sum(1, keepdims=True)
 def description(trainer):
     """What a checkpoint of a trainer holds that is not built yet, and what its worker would say."""
     sample = trainer._recipe.make_source(X, Y, None, trainer._present_options, batch_size=4).sample
-    groups = {"model": trainer.model.variables, **{name: [] for name in ("optimizer", "loss_scale", "step")}}
+    groups = {
+        "model": trainer.model.variables,
+        **{name: [] for name in ("optimizer", "loss_scale", "step")},
+    }
     return trainer._builder.fingerprint.describe(groups, trainer._present_options, sample, {})
 
 
@@ -87,16 +92,48 @@ NEEDED = {
     "fn": lambda: keras.losses.mean_squared_error,
 }
 VALUES = [
-    *(None, "tanh", "same", "causal", "channels_first", "sum", "l2", "ones", "max_norm", "concat", "bilinear"),
-    *("reflect", "PR", "majoring", "fan_out", "uniform", "multi_hot", "micro", "replace", "sqrtn", "columns"),
+    *(
+        None,
+        "tanh",
+        "same",
+        "causal",
+        "channels_first",
+        "sum",
+        "l2",
+        "ones",
+        "max_norm",
+        "concat",
+        "bilinear",
+    ),
+    *(
+        "reflect",
+        "PR",
+        "majoring",
+        "fan_out",
+        "uniform",
+        "multi_hot",
+        "micro",
+        "replace",
+        "sqrtn",
+        "columns",
+    ),
     *(5, 2, 1, 0.25, 0.5, True, False, (2, 2), (2, 2, 2), [1, 2], [0.5, 0.5]),
 ]
-# What moves no weight: names, initial values, other implementations of one function, what is read with another argument
-# alone, and what Keras itself takes and leaves unread.
+# What moves no weight: names, initial values, other implementations of one function, what is read
+# with another argument alone, and what Keras itself takes and leaves unread.
 NO_CHANGE = {
     *("name", "weights", "use_cudnn", "flash_attention", "lora_alpha", "vocabulary", "idf_weights"),
-    *("IntegerLookup.trainable", "IntegerLookup.dtype", "StringLookup.trainable", "StringLookup.dtype"),
-    *("VarianceScaling.distribution", "variance_scaling.distribution", "SimpleRNN.activity_regularizer"),
+    *(
+        "IntegerLookup.trainable",
+        "IntegerLookup.dtype",
+        "StringLookup.trainable",
+        "StringLookup.dtype",
+    ),
+    *(
+        "VarianceScaling.distribution",
+        "variance_scaling.distribution",
+        "SimpleRNN.activity_regularizer",
+    ),
 }
 KINDS = {
     "optimizers": keras.Optimizer,
@@ -116,12 +153,18 @@ NEED_SCIPY = {keras.initializers.STFT: "initializers", keras.layers.STFTSpectrog
 
 def classes(kind):
     module = keras.optimizers.schedules if kind == "schedules" else getattr(keras, kind)
-    found = {each for each in vars(module).values() if isinstance(each, type) and issubclass(each, KINDS[kind])}
+    found = {
+        each
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, KINDS[kind])
+    }
     return sorted(found - {KINDS[kind]} - NEED_SCIPY.keys(), key=lambda each: each.__name__)
 
 
 def changes(made, kind):
-    """The arguments of a class that can be another value, with both; the class itself as it is made without one."""
+    """The arguments of a class that can be another value, with both; the class itself as it is made
+    without one.
+    """
     parameters = inspect.signature(made.__init__).parameters
     needed = {n: NEEDED[n] for n, p in parameters.items() if n in NEEDED and p.default is p.empty}
     needed = {n: value() if callable(value) else value for n, value in needed.items()}
@@ -133,11 +176,20 @@ def changes(made, kind):
     more = {"trainable": True, "dtype": "float32"} if kind == "layers" else {}
     for name in [*more, *parameters]:
         default = needed.get(name, getattr(parameters.get(name), "default", more.get(name)))
-        if {name, f"{made.__name__}.{name}"} & NO_CHANGE or (name == "seed" and kind == "layers") or callable(default):
+        if (
+            {name, f"{made.__name__}.{name}"} & NO_CHANGE
+            or (name == "seed" and kind == "layers")
+            or callable(default)
+        ):
             continue
         numbers = [default * 2 + 1, default / 2 + 0.125] if type(default) in (int, float) else []
         booleans = [not default] if isinstance(default, bool) else []
-        for value in [*booleans, *numbers, *(["mixed_float16", "float16"] if name == "dtype" else []), *VALUES]:
+        for value in [
+            *booleans,
+            *numbers,
+            *(["mixed_float16", "float16"] if name == "dtype" else []),
+            *VALUES,
+        ]:
             if value != default and not _repeats(default, value):
                 with contextlib.suppress(Exception):  # which takes no such value
                     yield name, was, made(**{**needed, name: value})
@@ -146,11 +198,17 @@ def changes(made, kind):
 
 def _repeats(default, value):
     """Whether Keras takes a value for the same: 1 for (1, 1)."""
-    return isinstance(default, tuple) and {*np.ravel(default)} == {value} if np.ndim(value) == 0 else False
+    return (
+        isinstance(default, tuple) and {*np.ravel(default)} == {value}
+        if np.ndim(value) == 0
+        else False
+    )
 
 
 def check_every_argument(found, least):
-    """Asserts that each argument of these classes shows in their description: `least` arguments or more."""
+    """Asserts that each argument of these classes shows in their description: `least` arguments or
+    more.
+    """
     silent, false, count = [], [], 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -167,7 +225,8 @@ def check_every_argument(found, least):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=pytest.mark.variant if each == "layers" else ()) for each in KINDS]
+    "kind",
+    [pytest.param(each, marks=pytest.mark.variant if each == "layers" else ()) for each in KINDS],
 )
 def test_every_argument_is_seen(kind):
     check_every_argument(dict.fromkeys(classes(kind), kind), COUNTS[kind])
@@ -337,23 +396,33 @@ def model_of(*layers):
     return keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
 
 
-def trainer_of(layers=(), optimizer="sgd", loss="mse", metrics=(), after=lambda trainer: None, **options):
+def trainer_of(
+    layers=(), optimizer="sgd", loss="mse", metrics=(), after=lambda trainer: None, **options
+):
     keras.utils.set_random_seed(0)
-    trainer = fa.Trainer(model_of(*layers), optimizer, loss, metrics, **{"jit_compile": False, **options})
+    trainer = fa.Trainer(
+        model_of(*layers), optimizer, loss, metrics, **{"jit_compile": False, **options}
+    )
     after(trainer)
     return trainer
 
 
 def of_layer(**values):
-    return lambda trainer: [setattr(trainer.model.layers[0], name, value) for name, value in values.items()]
+    return lambda trainer: [
+        setattr(trainer.model.layers[0], name, value) for name, value in values.items()
+    ]
 
 
 def of_optimizer(**values):
-    return lambda trainer: [setattr(trainer.optimizer, name, value) for name, value in values.items()]
+    return lambda trainer: [
+        setattr(trainer.optimizer, name, value) for name, value in values.items()
+    ]
 
 
 def of_kernel(**values):
-    return lambda trainer: [setattr(trainer.model.layers[0].kernel, name, value) for name, value in values.items()]
+    return lambda trainer: [
+        setattr(trainer.model.layers[0].kernel, name, value) for name, value in values.items()
+    ]
 
 
 def frozen(names):
@@ -377,18 +446,25 @@ class OwnModel(keras.Model):
 # What makes a trainer from a number, of which another number is another training.
 MADE = {
     **{
-        f"{what}_regularizer": lambda f, what=what: trainer_of([dense(**{f"{what}_regularizer": Regularizer(f)})])
+        f"{what}_regularizer": lambda f, what=what: trainer_of(
+            [dense(**{f"{what}_regularizer": Regularizer(f)})]
+        )
         for what in ("kernel", "bias", "activity")
     },
     "plain regularizer": lambda f: trainer_of([dense(kernel_regularizer=Factor(f))]),
-    "regularizer function": lambda f: trainer_of([dense(kernel_regularizer=lambda w: f * keras.ops.sum(w))]),
+    "regularizer function": lambda f: trainer_of(
+        [dense(kernel_regularizer=lambda w: f * keras.ops.sum(w))]
+    ),
     "constraint": lambda f: trainer_of([dense(kernel_constraint=Constraint(f))]),
     "initializer": lambda f: trainer_of([dense(bias_initializer=Initializer(f))]),
     "activation": lambda f: trainer_of([dense(activation=lambda x: f * x)]),
     "lambda": lambda f: trainer_of([keras.layers.Lambda(lambda x: f * x)]),
     "layer without a get_config that works": lambda f: trainer_of([Layer(f)]),
     "regularizer of a cell": lambda f: trainer_of(
-        [keras.layers.Reshape((2, 2)), keras.layers.RNN(keras.layers.GRUCell(2, kernel_regularizer=Regularizer(f)))]
+        [
+            keras.layers.Reshape((2, 2)),
+            keras.layers.RNN(keras.layers.GRUCell(2, kernel_regularizer=Regularizer(f))),
+        ]
     ),
     "subclassed model": lambda f: fa.Trainer(OwnModel(f), "sgd", "mse"),
     "loss": lambda f: trainer_of(loss=Loss(f)),
@@ -408,14 +484,18 @@ MADE = {
     "tf.function": lambda f: trainer_of(loss=tf.function(closed_over(f))),
     "metric": lambda f: trainer_of(metrics=[Metric(f)]),
     "metric function": lambda f: trainer_of(metrics=[closed_over(f)]),
-    "argument of a metric": lambda f: trainer_of(metrics=[keras.metrics.BinaryAccuracy(threshold=f / 4)]),
+    "argument of a metric": lambda f: trainer_of(
+        metrics=[keras.metrics.BinaryAccuracy(threshold=f / 4)]
+    ),
     "weighted metric": lambda f: trainer_of(weighted_metrics=[Metric(f)]),
     "optimizer": lambda f: trainer_of(optimizer=Optimizer(f)),
     "schedule": lambda f: trainer_of(optimizer=keras.optimizers.SGD(Schedule(f))),
     "schedule of Keras's": lambda f: trainer_of(optimizer=keras.optimizers.SGD(OfKeras(f, 100))),
     "rate function": lambda f: trainer_of(optimizer=keras.optimizers.SGD(lambda: f)),
     "legacy schedule": lambda f: trainer_of(
-        optimizer=tf_keras.optimizers.legacy.SGD(keras.optimizers.schedules.CosineDecay(0.1, int(9 * f)))
+        optimizer=tf_keras.optimizers.legacy.SGD(
+            keras.optimizers.schedules.CosineDecay(0.1, int(9 * f))
+        )
     ),
     "exclude_from_weight_decay": lambda f: trainer_of(
         optimizer=exempt(keras.optimizers.AdamW(), *["bias"][: int(f > 1)])
@@ -423,11 +503,17 @@ MADE = {
     "optimizer attribute": lambda f: trainer_of(
         optimizer="adamw", after=lambda t: setattr(t.optimizer, "weight_decay", f)
     ),
-    "ema": lambda f: trainer_of(optimizer="adam", after=lambda t: setattr(t.optimizer, "use_ema", f > 1)),
-    "layer attribute": lambda f: trainer_of([keras.layers.Dropout(0.1)], after=of_layer(rate=f / 4)),
+    "ema": lambda f: trainer_of(
+        optimizer="adam", after=lambda t: setattr(t.optimizer, "use_ema", f > 1)
+    ),
+    "layer attribute": lambda f: trainer_of(
+        [keras.layers.Dropout(0.1)], after=of_layer(rate=f / 4)
+    ),
     "trainable layer": lambda f: trainer_of([dense()], after=of_layer(trainable=f > 1)),
     "trainable variable": lambda f: trainer_of([dense()], after=frozen(["bias"][: int(f > 1)])),
-    "regularizer of a variable": lambda f: trainer_of([dense()], after=of_kernel(regularizer=keras.regularizers.L2(f))),
+    "regularizer of a variable": lambda f: trainer_of(
+        [dense()], after=of_kernel(regularizer=keras.regularizers.L2(f))
+    ),
     "constraint of a variable": lambda f: trainer_of(
         [dense()], after=of_kernel(constraint=keras.constraints.MaxNorm(f))
     ),
@@ -450,8 +536,12 @@ def test_what_a_program_does_not_read_may_differ():
         exec(text, made := {"settings": settings})
         return description(trainer_of(loss=made["loss"]))
 
-    text = "def loss(y, p):\n    '''{}'''\n    return settings.factor * (y - p) ** len({{'a', 'b'}})\n"
-    assert not state.differences(of(False, text.format("One.")), of(True, "\n\n" + text.format("Two.")))
+    text = (
+        "def loss(y, p):\n    '''{}'''\n    return settings.factor * (y - p) ** len({{'a', 'b'}})\n"
+    )
+    assert not state.differences(
+        of(False, text.format("One.")), of(True, "\n\n" + text.format("Two."))
+    )
 
 
 class Attributes(dict):
@@ -472,10 +562,14 @@ LOOP["itself"] = [LOOP]
 
 
 @pytest.mark.parametrize(
-    "settings", [Attributes(factor=1.0), Proxy(), LOOP, "no UTF-8: \udcff"], ids=lambda s: type(s).__name__
+    "settings",
+    [Attributes(factor=1.0), Proxy(), LOOP, "no UTF-8: \udcff"],
+    ids=lambda s: type(s).__name__,
 )
 def test_whatever_a_loss_reads_is_described(settings):
-    text = json.dumps(state.plain(describe(lambda y, p: (y, settings.factor, p))), ensure_ascii=False)
+    text = json.dumps(
+        state.plain(describe(lambda y, p: (y, settings.factor, p))), ensure_ascii=False
+    )
     assert b"settings" in text.encode()
 
 
@@ -490,14 +584,22 @@ def test_of_a_table_of_settings_those_count_that_the_code_names():
 def test_what_is_large_is_told_by_its_checksum():
     vocabulary = [f"word {number}" for number in range(10**5)]
     tables = [vocabulary, dict.fromkeys(vocabulary, 0.5), "".join(vocabulary), set(vocabulary)]
-    others = [vocabulary[::-1], dict.fromkeys(vocabulary, 0.25), "".join(vocabulary[::-1]), {*vocabulary[1:]}]
+    others = [
+        vocabulary[::-1],
+        dict.fromkeys(vocabulary, 0.25),
+        "".join(vocabulary[::-1]),
+        {*vocabulary[1:]},
+    ]
     for table, other in zip(tables, others, strict=True):
         was, now = (describe(lambda y, p, t=each: (y, t, p)) for each in (table, other))
         assert len(json.dumps(was)) < 500
         assert was != now
 
 
-SECRET, SECRETS = "hunter2", {"token": b"hunter2", "hosts": ["hunter2"], "names": {"hunter2", "hunter1"}}
+SECRET, SECRETS = (
+    "hunter2",
+    {"token": b"hunter2", "hosts": ["hunter2"], "names": {"hunter2", "hunter1"}},
+)
 
 
 class Secretive(Loss):
@@ -520,9 +622,17 @@ def test_texts_that_a_loss_reads_are_told_by_their_checksums():
     other = {"token": b"other", "hosts": ["other"], "names": {"other"}}
     for was, now, names in [
         (made(SECRET, SECRETS), made("other", SECRETS), ["loss reads SECRET", "loss reads secret"]),
-        (made(SECRET, SECRETS), made(SECRET, other), [f"loss reads secrets.{name}" for name in other]),
+        (
+            made(SECRET, SECRETS),
+            made(SECRET, other),
+            [f"loss reads secrets.{name}" for name in other],
+        ),
         (Secretive(SECRET), Secretive("other"), ["secret"]),
-        (functools.partial(closed_over(1.0), SECRET), functools.partial(closed_over(1.0), "other"), ["of"]),
+        (
+            functools.partial(closed_over(1.0), SECRET),
+            functools.partial(closed_over(1.0), "other"),
+            ["of"],
+        ),
     ]:
         described = state.plain(describe(was))
         assert "hunter" not in json.dumps(described)
@@ -566,7 +676,10 @@ def test_settings_that_stand_in_a_class_are_compared(form):
     loss(1.0, 0.5)
     assert not state.differences(described, state.plain(describe(loss)))
     assert not state.differences(described, state.plain(describe(_settings(form, 1.0))))
-    assert any("weight" in each for each in state.differences(described, state.plain(describe(_settings(form, 3.0)))))
+    assert any(
+        "weight" in each
+        for each in state.differences(described, state.plain(describe(_settings(form, 3.0))))
+    )
 
 
 def test_an_attribute_is_compared_though_the_loss_sets_one_of_its_name_elsewhere():
@@ -634,7 +747,10 @@ def test_what_training_changes_itself_is_no_other_training(tmp_path):
         def anneal(epoch, logs=None):
             trainer.model.layers[0]._factor /= 2
 
-        options = {"callbacks": [keras.callbacks.LambdaCallback(on_epoch_end=anneal)], "checkpoint_dir": tmp_path}
+        options = {
+            "callbacks": [keras.callbacks.LambdaCallback(on_epoch_end=anneal)],
+            "checkpoint_dir": tmp_path,
+        }
         return trainer.fit(X, Y, batch_size=4, epochs=epochs, verbose=0, **options)
 
     def made():
@@ -647,7 +763,9 @@ def test_what_training_changes_itself_is_no_other_training(tmp_path):
     assert len(fit(2).epoch) == 2
     trainer.model.layers[0]._factor = 7.0  # which is not of training
     for _ in range(2):
-        with pytest.raises(IncompatibleCheckpointError, match=r"annealed._factor: 1.0 was saved, now 7.0$"):
+        with pytest.raises(
+            IncompatibleCheckpointError, match=r"annealed._factor: 1.0 was saved, now 7.0$"
+        ):
             fit(3)
     trainer.model.layers[0]._factor = 0.25
     assert len(fit(3).epoch) == 3
@@ -671,7 +789,8 @@ def test_what_a_layer_only_notes_may_differ():
     assert not state.differences(of(), of())
 
 
-# The arguments of Trainer, each with another value. One that is not in this table, or in no manifest, fails a test.
+# The arguments of Trainer, each with another value. One that is not in this table, or in no
+# manifest, fails a test.
 
 ARGUMENTS = {
     "model": lambda: model_of(dense()),
@@ -695,20 +814,34 @@ ARGUMENTS = {
 }
 MOVE_NO_WEIGHT = {*Options.names(must_agree=False), "compile_cache"}
 # Where a manifest has what is not an option of the train step.
-GROUPS = {"metrics": "loss.metrics", "weighted_metrics": "loss.weighted_metrics", "loss_weights": "loss.loss_weights"}
+GROUPS = {
+    "metrics": "loss.metrics",
+    "weighted_metrics": "loss.weighted_metrics",
+    "loss_weights": "loss.loss_weights",
+}
 GROUPS |= {name: name for name in ("model", "optimizer", "loss", "loss_scale")}
 
 
-@pytest.mark.parametrize("name", [name for name in inspect.signature(fa.Trainer.__init__).parameters if name != "self"])
+@pytest.mark.parametrize(
+    "name", [name for name in inspect.signature(fa.Trainer.__init__).parameters if name != "self"]
+)
 def test_every_argument_of_a_trainer_is_in_the_manifest_or_moves_no_weight(tmp_path, name):
     def fit(epochs, **other):
-        arguments = {"model": model_of(), "optimizer": "sgd", "loss": "mse", "jit_compile": False, **other}
+        arguments = {
+            "model": model_of(),
+            "optimizer": "sgd",
+            "loss": "mse",
+            "jit_compile": False,
+            **other,
+        }
         keras.utils.set_random_seed(0)
         # One micro-batch a step, however many are allowed: the same update.
         options = {"batch_size": 8, "epochs": epochs, "verbose": 0, "checkpoint_dir": tmp_path}
         return fa.Trainer(**arguments).fit(X, Y, **options)
 
-    assert name in ARGUMENTS, "give it another value here, and a rule in step/options.py if it is an option"
+    assert name in ARGUMENTS, (
+        "give it another value here, and a rule in step/options.py if it is an option"
+    )
     value = ARGUMENTS[name]
     other = {name: value() if callable(value) else value}
     fit(1)
@@ -721,7 +854,8 @@ def test_every_argument_of_a_trainer_is_in_the_manifest_or_moves_no_weight(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("epsilon", 0.1), ("floatx", "float64"), ("image_data_format", "channels_first")]
+    ("name", "value"),
+    [("epsilon", 0.1), ("floatx", "float64"), ("image_data_format", "channels_first")],
 )
 def test_settings_of_keras_are_compared(name, value):
     was = description(trainer_of())
@@ -765,7 +899,11 @@ json.dump(made, open(sys.argv[1], "w"))
 def test_another_process_describes_the_same(tmp_path):
     """Without a seed: sets and dicts in another order, other addresses, other random numbers."""
     for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
         arguments = [sys.executable, "-c", PROGRAM, str(tmp_path / seed)]
         subprocess.run(arguments, env=environment, check=True, cwd=os.path.dirname(__file__))
     first, second = (json.loads((tmp_path / seed).read_text()) for seed in ("1", "2"))
@@ -776,20 +914,35 @@ def test_another_process_describes_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("what", "names"),
     [
-        ("kernel_regularizer", "model.layers.dense.kernel_regularizer._factor: 1.0 was saved, now 2.0"),
-        ("layer without a get_config that works", "model.layers.layer._factor: 1.0 was saved, now 2.0"),
+        (
+            "kernel_regularizer",
+            "model.layers.dense.kernel_regularizer._factor: 1.0 was saved, now 2.0",
+        ),
+        (
+            "layer without a get_config that works",
+            "model.layers.layer._factor: 1.0 was saved, now 2.0",
+        ),
         ("closure", "loss.loss.<lambda> reads factor: 1.0 was saved, now 2.0"),
         ("schedule", "optimizer.learning_rate._factor: 1.0 was saved, now 2.0"),
-        ("exclude_from_weight_decay", "model.trained.sequential/dense/bias.decays: nothing was saved, now False"),
+        (
+            "exclude_from_weight_decay",
+            "model.trained.sequential/dense/bias.decays: nothing was saved, now False",
+        ),
         ("own_loss_reduction", "batch plan.own_loss_reduction: mean was saved, now sum"),
     ],
 )
 def test_another_training_is_refused_by_name(tmp_path, what, names):
-    made = MADE | {"own_loss_reduction": lambda f: trainer_of(own_loss_reduction="mean" if f == 1 else "sum")}
-    fit = functools.partial(made[what](1.0).fit, X, Y, batch_size=4, verbose=0, checkpoint_dir=tmp_path)
+    made = MADE | {
+        "own_loss_reduction": lambda f: trainer_of(own_loss_reduction="mean" if f == 1 else "sum")
+    }
+    fit = functools.partial(
+        made[what](1.0).fit, X, Y, batch_size=4, verbose=0, checkpoint_dir=tmp_path
+    )
     fit(epochs=1)
     assert fit.func.__self__ is not (again := made[what](1.0))
-    assert len(again.fit(X, Y, batch_size=4, verbose=0, checkpoint_dir=tmp_path, epochs=2).epoch) == 2
+    assert (
+        len(again.fit(X, Y, batch_size=4, verbose=0, checkpoint_dir=tmp_path, epochs=2).epoch) == 2
+    )
     other = made[what](2.0)
     before = other.model.get_weights()
     with pytest.raises(IncompatibleCheckpointError) as raised:

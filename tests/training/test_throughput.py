@@ -54,7 +54,8 @@ def test_what_is_counted(timed):
     assert trainer.throughput == second
     assert second.rows_per_second == pytest.approx(ROWS / second.seconds)
     assert second.steps_per_second == pytest.approx(3 / second.seconds)
-    # Three callbacks of 0.1 s, and nothing of the validation's 3 s; the rest is for a machine that does much else.
+    # Three callbacks of 0.1 s, and nothing of the validation's 3 s; the rest is for a machine that
+    # does much else.
     assert 0.3 <= second.seconds < 2.5
     assert first.seconds < 2.5 and whole > 6.0
 

@@ -21,11 +21,15 @@ def trains(model: keras.Model, x: np.ndarray, y: np.ndarray) -> list[float]:
         shard_optimizer=True,
         max_programs=6,
     )
-    plan: fa.Plan = fa.plan(trainer, (x, y), global_batch_size=64, memory_limit="16GiB", recompute="auto")
+    plan: fa.Plan = fa.plan(
+        trainer, (x, y), global_batch_size=64, memory_limit="16GiB", recompute="auto"
+    )
     print(plan)
     summary: fa.Summary = trainer.summary(x, y, batch_size=8, verbose=False)
     print(summary.flops, summary.memory.by_kind["activations"])
-    trainer.fit(x, y, batch_size="auto", global_batch_size=plan.batch_size * plan.accumulation_steps)
+    trainer.fit(
+        x, y, batch_size="auto", global_batch_size=plan.batch_size * plan.accumulation_steps
+    )
     try:
         history = trainer.fit(
             x,
@@ -51,15 +55,22 @@ def trains(model: keras.Model, x: np.ndarray, y: np.ndarray) -> list[float]:
 def takes_one_step(model: keras.Model, x: tf.Tensor, y: tf.Tensor) -> float:
     trainer = fa.Trainer(model, "sgd", "mse", loss_scale=fa.NoLossScale())
     result: fa.StepResult = trainer.train_step((x, y))
-    print(trainer.memory_analysis((x, y)).temp_bytes, trainer.compiler_ir((x, y), stage="optimized_hlo"))
+    print(
+        trainer.memory_analysis((x, y)).temp_bytes,
+        trainer.compiler_ir((x, y), stage="optimized_hlo"),
+    )
     return float(result.loss)
 
 
-def reads(trainer: fa.Trainer, dataset: tf.data.Dataset, batches: keras.utils.PyDataset, rows: np.ndarray) -> None:
+def reads(
+    trainer: fa.Trainer, dataset: tf.data.Dataset, batches: keras.utils.PyDataset, rows: np.ndarray
+) -> None:
     trainer.fit(dataset, validation_data=batches)
     trainer.fit(batches, validation_data=dataset)
     trainer.fit((pair for pair in [(rows, rows)]), steps_per_epoch=1)
-    trainer.fit({"ids": rows, "mask": tf.constant(rows)}, [rows, rows], validation_data=(rows, rows, rows))
+    trainer.fit(
+        {"ids": rows, "mask": tf.constant(rows)}, [rows, rows], validation_data=(rows, rows, rows)
+    )
     trainer.evaluate([rows, rows], rows.tolist(), sample_weight={"a": rows})
     trainer.predict(tf.ragged.constant([[1], [2, 3]]))
     fa.plan(trainer, dataset, global_batch_size=64)
@@ -74,7 +85,9 @@ def core(w: tf.Variable, stack: tf.Tensor) -> fa.StepResult:
     return step(stack)
 
 
-def kernels(hidden: tf.Tensor, kernel: tf.Variable, labels: tf.Tensor, query: tf.Tensor) -> tf.Tensor:
+def kernels(
+    hidden: tf.Tensor, kernel: tf.Variable, labels: tf.Tensor, query: tf.Tensor
+) -> tf.Tensor:
     fa.kernels.fp32_weight_gradients(fa.gpt(preset="nano"))
     fa.kernels.LayerStack(lambda: keras.layers.Dense(8), depth=4)
     attended = fa.kernels.attention(query, query, query, causal=True, implementation="reference")

@@ -1,4 +1,6 @@
-"""Type checkers see the installed package from outside the checkout: it is annotated, and wrong calls are errors."""
+"""Type checkers see the installed package from outside the checkout: it is annotated, and wrong
+calls are errors.
+"""
 
 import inspect
 import json
@@ -19,11 +21,19 @@ PYRIGHT = ["pyright", "--pythonpath", sys.executable]
 
 
 def check(command, folder):
-    """What the checker prints; it runs in a folder from which only the installation leads to fastaccum."""
+    """What the checker prints; it runs in a folder from which only the installation leads to
+    fastaccum.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PATH": path}
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
+        "PATH": path
+    }
     done = subprocess.run(
-        [sys.executable, "-m", *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", *map(str, command)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return done.stdout
@@ -35,7 +45,11 @@ def test_right_calls_pass_and_wrong_ones_are_reported(command, tmp_path):
     printed = check([*command, SCRIPTS / "correct.py", SCRIPTS / "wrong.py"], tmp_path)
     reported = re.findall(r"(\w+)\.py:(\d+)\b.*? error:", printed)
     assert not [line for name, line in reported if name != "wrong"], printed
-    marked = {i for i, line in enumerate((SCRIPTS / "wrong.py").read_text().splitlines(), 1) if "# error" in line}
+    marked = {
+        i
+        for i, line in enumerate((SCRIPTS / "wrong.py").read_text().splitlines(), 1)
+        if "# error" in line
+    }
     assert {int(line) for _, line in reported} == marked, printed
 
 
@@ -51,8 +65,12 @@ def public():
 @pytest.mark.faults
 @pytest.mark.sample
 def test_the_public_api_is_annotated(tmp_path):
-    printed = check(["pyright", "--verifytypes", "fastaccum", "--ignoreexternal", "--outputjson"], tmp_path)
-    symbols = {symbol["name"]: symbol for symbol in json.loads(printed)["typeCompleteness"]["symbols"]}
+    printed = check(
+        ["pyright", "--verifytypes", "fastaccum", "--ignoreexternal", "--outputjson"], tmp_path
+    )
+    symbols = {
+        symbol["name"]: symbol for symbol in json.loads(printed)["typeCompleteness"]["symbols"]
+    }
     unknown = []
     for name in public():
         assert name in symbols, name

@@ -1,11 +1,14 @@
-"""tensorflow-addons' own optimizer tests with `fastaccum.TrainStep` behind `apply_gradients` and `minimize`, and
-`fastaccum.Trainer` behind `fit`.
+"""tensorflow-addons' own optimizer tests with `fastaccum.TrainStep` behind `apply_gradients` and
+`minimize`, and `fastaccum.Trainer` behind `fit`.
 
-    .venv/bin/python tests/zoo/addons_suite.py PATH_TO_A_CHECKOUT_OF_ADDONS [--no-jit] [pytest's arguments]
+    .venv/bin/python tests/zoo/addons_suite.py PATH_TO_A_CHECKOUT_OF_ADDONS [--no-jit] [pytest's
+    arguments]
 
-Each update is a train step of one micro-batch, compiled by XLA: of the loss where the test gives one, else of the sum
-of gradient * variable (for `IndexedSlices`, of values * looked-up rows). Cases that fail for a reason are in notes.md,
-under "tensorflow-addons' own optimizer tests", by name (a `*` stands for any ending); all others must pass.
+Each update is a train step of one micro-batch, compiled by XLA: of the loss where the test gives
+    one, else of the sum
+of gradient * variable (for `IndexedSlices`, of values * looked-up rows). Cases that fail for a
+reason are in notes.md, under "tensorflow-addons' own optimizer tests", by name (a `*` stands for
+any ending); all others must pass.
 """
 
 from __future__ import annotations
@@ -48,7 +51,12 @@ class Behind:
         fa.addons.optimizers  # noqa: B018  # imports tensorflow-addons
         of_decay = fa.addons.optimizers.weight_decay_optimizers.DecoupledWeightDecayExtension
         classes = {tf_keras.optimizers.legacy.Optimizer, of_decay}
-        for cls in iter(lambda: next((c for k in classes for c in k.__subclasses__() if c not in classes), None), None):
+        for cls in iter(
+            lambda: next(
+                (c for k in classes for c in k.__subclasses__() if c not in classes), None
+            ),
+            None,
+        ):
             classes.add(cls)
         for cls in classes:
             for name in ("apply_gradients", "minimize"):
@@ -82,22 +90,30 @@ class Behind:
             raise TypeError(f"a train step takes no {' or '.join(arguments)}")
         pairs = [(g, v) for g, v in grads_and_vars if g is not None]
         gradients, variables = zip(*pairs, strict=True)
-        flat = [(g.values, g.indices) if isinstance(g, tf.IndexedSlices) else (g, None) for g in gradients]
+        flat = [
+            (g.values, g.indices) if isinstance(g, tf.IndexedSlices) else (g, None)
+            for g in gradients
+        ]
 
         def loss(given):
             products = [
-                tf.cast((v if indices is None else tf.gather(v, indices)), tf.float64) * tf.cast(g, tf.float64)
+                tf.cast((v if indices is None else tf.gather(v, indices)), tf.float64)
+                * tf.cast(g, tf.float64)
                 for (g, indices), v in zip(given, variables, strict=True)
             ]
             return tf.add_n([tf.reduce_sum(p) for p in products]), tf.constant(1.0)
 
         shapes = tuple((tuple(tf.shape(g).numpy()), i is None) for g, i in flat)
-        stack = tf.nest.map_structure(lambda t: None if t is None else tf.convert_to_tensor(t)[tf.newaxis], flat)
+        stack = tf.nest.map_structure(
+            lambda t: None if t is None else tf.convert_to_tensor(t)[tf.newaxis], flat
+        )
         self._step((id(optimizer), *map(id, variables), shapes), optimizer, variables, loss)(stack)
 
     def _minimize(self, optimizer: Any, loss: Any, var_list: Any, tape: Any = None) -> None:
         if not callable(loss):
-            return self._apply_gradients(optimizer, zip(tape.gradient(loss, var_list), var_list, strict=True))
+            return self._apply_gradients(
+                optimizer, zip(tape.gradient(loss, var_list), var_list, strict=True)
+            )
 
         def sums(_):
             value = loss()
@@ -115,7 +131,8 @@ class Behind:
 
     def _fit(self, model: Any, x: Any = None, y: Any = None, **arguments: Any) -> Any:
         if id(model) not in self._trainers:
-            # In mixed precision `compile` wraps it, which Trainer refuses, with the advice to unwrap it.
+            # In mixed precision `compile` wraps it, which Trainer refuses, with the advice to
+            # unwrap it.
             optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
             trainer = fa.Trainer(model, optimizer, model.loss, jit_compile=self._jit_compile)
             self._trainers[id(model)] = model, trainer
@@ -128,11 +145,22 @@ def main() -> int:
     arguments = [argument for argument in arguments if argument != "--no-jit"]
     Behind(jit_compile).install()
     outcomes = Outcomes()
-    with tempfile.TemporaryDirectory() as folder:  # where no package of the checkout hides the one installed
+    # where no package of the checkout hides the one installed
+    with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(pathlib.Path(checkout, OPTIMIZER_TESTS), folder, dirs_exist_ok=True)
         shutil.copy(pathlib.Path(checkout, "tensorflow_addons/conftest.py"), folder)
         pathlib.Path(folder, "__init__.py").unlink()
-        run = ["-q", "--no-header", "--tb=short", "-c", "/dev/null", "--rootdir", folder, "-p", "no:cacheprovider"]
+        run = [
+            "-q",
+            "--no-header",
+            "--tb=short",
+            "-c",
+            "/dev/null",
+            "--rootdir",
+            folder,
+            "-p",
+            "no:cacheprovider",
+        ]
         pytest.main([*run, *arguments, folder], plugins=[outcomes])
     return report("tensorflow-addons 0.23", outcomes, listed(HEADING))
 

@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/zoo/keras_suite.py [pytest's arguments]
 
-They come with Keras's wheel, and need jax, torch and grain.
-Cases that fail for a reason stand in notes.md, under "Keras's own trainer tests", by name (a `*` stands for any
-ending); all others must pass.
+They come with Keras's wheel, and need jax, torch and grain. Cases that fail for a reason stand in
+notes.md, under "Keras's own trainer tests", by name (a `*` stands for any ending); all others must
+pass.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Behind:
             setattr(TensorFlowTrainer, name, self._behind(name))
         # Keras's tests mix a layer with its trainer, where users write a keras.Model.
         known = models.get
-        models.get = lambda model: models.Model(model) if isinstance(model, TensorFlowTrainer) else known(model)
+        models.get = lambda model: (
+            models.Model(model) if isinstance(model, TensorFlowTrainer) else known(model)
+        )
 
     def __exit__(self, *error: object) -> None:
         for name, method in self._original.items():
@@ -86,7 +88,9 @@ class Behind:
                 return original(model, *args, **kwargs)
             with self._as_keras():
                 if vars(model)["_fastaccum"] is None:
-                    object.__setattr__(model, "_fastaccum", trainer_of(model, vars(model)["_compiled_with"]))
+                    object.__setattr__(
+                        model, "_fastaccum", trainer_of(model, vars(model)["_compiled_with"])
+                    )
                 return getattr(vars(model)["_fastaccum"], name)(*args, **kwargs)
 
         return method
@@ -118,7 +122,9 @@ class Outcomes:
         if report.failed:
             lines = str(report.longrepr).splitlines()
             errors = [line[1:].strip() for line in lines if line.startswith("E  ")]
-            self.failed.setdefault(report.nodeid.rpartition("::")[2], errors[0] if errors else lines[-1])
+            self.failed.setdefault(
+                report.nodeid.rpartition("::")[2], errors[0] if errors else lines[-1]
+            )
         elif report.when == "call" or report.skipped:
             self.others[report.outcome] += 1
 
@@ -127,7 +133,11 @@ def listed(heading: str) -> list[str]:
     """The patterns of the tests that notes.md lists under a heading."""
     _, _, section = NOTES.read_text().partition(heading)
     section = section.partition("\n## ")[0]
-    return [name for row in re.findall(r"^\| (`test_.*?) \|", section, re.M) for name in re.findall(r"`(.+?)`", row)]
+    return [
+        name
+        for row in re.findall(r"^\| (`test_.*?) \|", section, re.M)
+        for name in re.findall(r"`(.+?)`", row)
+    ]
 
 
 def report(suite: str, outcomes: Outcomes, known: list[str]) -> int:
@@ -149,7 +159,10 @@ def main() -> int:
     # A copy: where it lies, what the tests define would be taken for Keras's own.
     with tempfile.TemporaryDirectory() as folder, Behind():
         path = shutil.copy(original, folder)
-        pytest.main(["-q", "--no-header", "--tb=short", "-c", "/dev/null", *sys.argv[1:], path], plugins=[outcomes])
+        pytest.main(
+            ["-q", "--no-header", "--tb=short", "-c", "/dev/null", *sys.argv[1:], path],
+            plugins=[outcomes],
+        )
     return report(f"Keras {keras.__version__}", outcomes, listed(HEADING))
 
 

@@ -1,4 +1,6 @@
-"""Every public class of tensorflow-addons, in a tf_keras model: each stands in the name of a row below."""
+"""Every public class of tensorflow-addons, in a tf_keras model: each stands in the name of a row
+below.
+"""
 
 import inspect
 import re
@@ -13,7 +15,8 @@ from zoo import Case, Steps, row
 import fastaccum as fa
 
 tfa = fa.addons
-pytest.importorskip("tensorflow_addons", exc_type=ImportError)  # rows name its classes as they are collected
+# rows name its classes as they are collected
+pytest.importorskip("tensorflow_addons", exc_type=ImportError)
 FAMILY = "tensorflow-addons"
 ROWS = 8
 KERAS = tf_keras.layers
@@ -50,18 +53,30 @@ def classifier(*layers, units=6):
 
 def on_points(*layers, **arguments):
     x, y = points()
-    return Case(classifier(*layers), x, y, loss=cross_entropy(), metrics=["accuracy"], micro_batches=4, **arguments)
+    return Case(
+        classifier(*layers),
+        x,
+        y,
+        loss=cross_entropy(),
+        metrics=["accuracy"],
+        micro_batches=4,
+        **arguments,
+    )
 
 
 def on(shape, *layers, **arguments):
     """A classifier of what has this shape, by these layers."""
     model = tf_keras.Sequential([tf_keras.Input(shape), *layers, KERAS.Flatten()])
     model.add(KERAS.Dense(3))
-    return Case(model, random(*shape), points()[1], loss=cross_entropy(), micro_batches=4, **arguments)
+    return Case(
+        model, random(*shape), points()[1], loss=cross_entropy(), micro_batches=4, **arguments
+    )
 
 
 def _rows(written, named, quick=(), **about):
-    """A test for each of the rows of these names, all written by one function of what is beside the name."""
+    """A test for each of the rows of these names, all written by one function of what is beside the
+    name.
+    """
     for number, (name, each) in enumerate(named.items()):
 
         @addon(name, quick=name in quick, **about)
@@ -72,7 +87,9 @@ def _rows(written, named, quick=(), **about):
 
 
 def _by_hand(model, x, y, loss, jit_compile=False):
-    """`fit` beside a loop over its two micro-batches, where tf_keras's `fit` cannot be compared with."""
+    """`fit` beside a loop over its two micro-batches, where tf_keras's `fit` cannot be compared
+    with.
+    """
 
     @tf.function(jit_compile=jit_compile)
     def loss_and_gradients(x, y):
@@ -81,15 +98,26 @@ def _by_hand(model, x, y, loss, jit_compile=False):
         return value, tape.gradient(value, model.trainable_variables)
 
     def theirs():
-        halves = [tf.nest.map_structure(lambda a, i=i: a[i : i + ROWS // 2], (x, y)) for i in (0, ROWS // 2)]
+        halves = [
+            tf.nest.map_structure(lambda a, i=i: a[i : i + ROWS // 2], (x, y))
+            for i in (0, ROWS // 2)
+        ]
         values, gradients = zip(*(loss_and_gradients(*half) for half in halves), strict=True)
         means = [(a + b) / 2.0 for a, b in zip(*gradients, strict=True)]
-        tf_keras.optimizers.SGD(0.1).apply_gradients(zip(means, model.trainable_variables, strict=True))
+        tf_keras.optimizers.SGD(0.1).apply_gradients(
+            zip(means, model.trainable_variables, strict=True)
+        )
         return {"loss": float(sum(values)) / 2.0}
 
     def ours():
-        trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), loss, gradient_accumulation_steps=2)
-        return {"loss": trainer.fit(x, y, batch_size=ROWS // 2, shuffle=False, verbose=0).history["loss"][0]}
+        trainer = fa.Trainer(
+            model, tf_keras.optimizers.SGD(0.1), loss, gradient_accumulation_steps=2
+        )
+        return {
+            "loss": trainer.fit(x, y, batch_size=ROWS // 2, shuffle=False, verbose=0).history[
+                "loss"
+            ][0]
+        }
 
     return Steps(model.trainable_variables, ours, theirs, by_train_step=False)
 
@@ -97,13 +125,26 @@ def _by_hand(model, x, y, loss, jit_compile=False):
 # Layers and activations
 
 
-@addon("activations: gelu, hardshrink, lisht, mish, rrelu, snake, softshrink, sparsemax, tanhshrink", quick=True)
+@addon(
+    "activations: gelu, hardshrink, lisht, mish, rrelu, snake, softshrink, sparsemax, tanhshrink",
+    quick=True,
+)
 def test_activations():
     inputs = tf_keras.Input((6,))
     h = KERAS.Dense(8)(inputs)
-    names = ("gelu", "hardshrink", "lisht", "mish", "snake", "softshrink", "sparsemax", "tanhshrink")
+    names = (
+        "gelu",
+        "hardshrink",
+        "lisht",
+        "mish",
+        "snake",
+        "softshrink",
+        "sparsemax",
+        "tanhshrink",
+    )
     functions = [getattr(tfa.activations, name) for name in names]
-    functions.append(lambda x: tfa.activations.rrelu(x, 0.2, 0.2))  # bounds that leave nothing to chance
+    # bounds that leave nothing to chance
+    functions.append(lambda x: tfa.activations.rrelu(x, 0.2, 0.2))
     h = KERAS.Concatenate()([KERAS.Activation(function)(h) for function in functions])
     x, y = points()
     return Case(tf_keras.Model(inputs, KERAS.Dense(3)(h)), x, y, loss=cross_entropy())
@@ -122,8 +163,8 @@ def test_dense_layers():
 
 
 @addon(
-    "AdaptiveAveragePooling1D, AdaptiveAveragePooling2D, AdaptiveAveragePooling3D, AdaptiveMaxPooling1D, "
-    "AdaptiveMaxPooling2D, SpatialPyramidPooling2D",
+    "AdaptiveAveragePooling1D, AdaptiveAveragePooling2D, AdaptiveAveragePooling3D, "
+    "AdaptiveMaxPooling1D, AdaptiveMaxPooling2D, SpatialPyramidPooling2D",
     quick=True,
 )
 def test_pooling():
@@ -132,8 +173,14 @@ def test_pooling():
     images, sequence = KERAS.Reshape((16, 4, 3))(h), KERAS.Reshape((64, 3))(h)
     pooled = [
         layers.AdaptiveAveragePooling3D(2)(h),
-        *(kind(2)(images) for kind in (layers.AdaptiveAveragePooling2D, layers.AdaptiveMaxPooling2D)),
-        *(kind(2)(sequence) for kind in (layers.AdaptiveAveragePooling1D, layers.AdaptiveMaxPooling1D)),
+        *(
+            kind(2)(images)
+            for kind in (layers.AdaptiveAveragePooling2D, layers.AdaptiveMaxPooling2D)
+        ),
+        *(
+            kind(2)(sequence)
+            for kind in (layers.AdaptiveAveragePooling1D, layers.AdaptiveMaxPooling1D)
+        ),
         layers.SpatialPyramidPooling2D([1, 2])(images),
     ]
     h = KERAS.Concatenate()([KERAS.Flatten()(each) for each in pooled])
@@ -217,7 +264,9 @@ def test_attention():
     return Case(model, random(5, 6), points()[1], loss=cross_entropy())
 
 
-@addon("StochasticDepth, NoisyDense", note="The first with a survival probability of 1.", quick=True)
+@addon(
+    "StochasticDepth, NoisyDense", note="The first with a survival probability of 1.", quick=True
+)
 def test_noise():
     inputs = tf_keras.Input((6,))
     h = tfa.layers.StochasticDepth(1.0)([inputs, KERAS.Dense(6)(inputs)])
@@ -233,7 +282,12 @@ def test_echo_state():
 
 @addon("NASCell, LayerNormLSTMCell, LayerNormSimpleRNNCell, PeepholeLSTMCell", quick=True)
 def test_cells():
-    kinds = (tfa.rnn.LayerNormLSTMCell, tfa.rnn.NASCell, tfa.rnn.LayerNormSimpleRNNCell, tfa.rnn.PeepholeLSTMCell)
+    kinds = (
+        tfa.rnn.LayerNormLSTMCell,
+        tfa.rnn.NASCell,
+        tfa.rnn.LayerNormSimpleRNNCell,
+        tfa.rnn.PeepholeLSTMCell,
+    )
     return on((4, 4), *(KERAS.RNN(kind(6), return_sequences=True) for kind in kinds))
 
 
@@ -251,7 +305,10 @@ def test_embedding_bag():
 class _Correlated(tf_keras.Model):
     def __init__(self):
         super().__init__()
-        self.cost, self.head = tfa.layers.CorrelationCost(1, 1, 1, 1, 1, "channels_last"), KERAS.Dense(3)
+        self.cost, self.head = (
+            tfa.layers.CorrelationCost(1, 1, 1, 1, 1, "channels_last"),
+            KERAS.Dense(3),
+        )
 
     def call(self, x):
         return self.head(KERAS.Flatten()(self.cost([x, x])))
@@ -295,7 +352,12 @@ def test_focal():
 )
 def test_focal_without_reduction():
     x, y = points()
-    return Case(classifier(KERAS.Activation("sigmoid")), x, one_hot(y), loss=tfa.losses.SigmoidFocalCrossEntropy())
+    return Case(
+        classifier(KERAS.Activation("sigmoid")),
+        x,
+        one_hot(y),
+        loss=tfa.losses.SigmoidFocalCrossEntropy(),
+    )
 
 
 @addon("SparsemaxLoss", quick=True)
@@ -319,11 +381,14 @@ def test_contrastive():
     embed = KERAS.Dense(4)
     distance = KERAS.Lambda(lambda ab: tf.norm(ab[0] - ab[1], axis=1))([embed(a), embed(b)])
     model = tf_keras.Model([a, b], distance)
-    return Case(model, [x[:, :3], x[:, 3:]], (y > 0).astype("float32"), loss=tfa.losses.ContrastiveLoss())
+    return Case(
+        model, [x[:, :3], x[:, 3:]], (y > 0).astype("float32"), loss=tfa.losses.ContrastiveLoss()
+    )
 
 
 def _comparing_rows(make):
-    """Four rows in a micro-batch, and as many outputs: N-pairs losses take the similarities of rows.
+    """Four rows in a micro-batch, and as many outputs: N-pairs losses take the similarities of
+    rows.
 
     NpairsLoss is NaN in tf_keras's own step, which gives labels an axis more.
     """
@@ -353,7 +418,8 @@ _rows(
 
 
 @addon(
-    "F1Score, FBetaScore, HammingLoss, MatthewsCorrelationCoefficient, MeanMetricWrapper, MultiLabelConfusionMatrix",
+    "F1Score, FBetaScore, HammingLoss, MatthewsCorrelationCoefficient, MeanMetricWrapper, "
+    "MultiLabelConfusionMatrix",
     quick=True,
 )
 def test_metrics_of_classes():
@@ -376,11 +442,14 @@ def test_r_square():
     return _regression("mse", metrics=[tfa.metrics.RSquare()])
 
 
-@addon("PearsonsCorrelation, SpearmansRank, KendallsTauB, KendallsTauC: jit_compile=False", quick=True)
+@addon(
+    "PearsonsCorrelation, SpearmansRank, KendallsTauB, KendallsTauC: jit_compile=False", quick=True
+)
 def test_correlations():
     kinds = ("PearsonsCorrelation", "SpearmansRank", "KendallsTauB", "KendallsTauC")
     metrics = [
-        getattr(tfa.metrics, kind)(actual_min=0.0, actual_max=10.0, preds_min=-5.0, preds_max=5.0) for kind in kinds
+        getattr(tfa.metrics, kind)(actual_min=0.0, actual_max=10.0, preds_min=-5.0, preds_max=5.0)
+        for kind in kinds
     ]
     return _regression("mse", metrics=metrics, jit_compile=False)
 
@@ -421,21 +490,31 @@ OPTIMIZERS = {
     "COCOB": lambda: tfa.optimizers.COCOB(),
     "ConditionalGradient": lambda: tfa.optimizers.ConditionalGradient(0.9, lambda_=1.0),
     "DecoupledWeightDecayExtension by extend_with_decoupled_weight_decay": lambda: (
-        tfa.optimizers.extend_with_decoupled_weight_decay(tf_keras.optimizers.legacy.SGD)(0.01, learning_rate=0.1)
+        tfa.optimizers.extend_with_decoupled_weight_decay(tf_keras.optimizers.legacy.SGD)(
+            0.01, learning_rate=0.1
+        )
     ),
-    "LAMB": lambda: tfa.optimizers.LAMB(0.1, weight_decay=0.01, epsilon=0.1, exclude_from_weight_decay=["bias"]),
+    "LAMB": lambda: tfa.optimizers.LAMB(
+        0.1, weight_decay=0.01, epsilon=0.1, exclude_from_weight_decay=["bias"]
+    ),
     "LazyAdam": lambda: tfa.optimizers.LazyAdam(0.1, epsilon=0.1),
     "Lookahead of RectifiedAdam (Ranger)": lambda: tfa.optimizers.Lookahead(
         tfa.optimizers.RectifiedAdam(0.1, epsilon=0.1), sync_period=1
     ),
     "MovingAverage of AdamW with decay by a schedule": lambda: tfa.optimizers.MovingAverage(
-        tfa.optimizers.AdamW(tf_keras.optimizers.schedules.CosineDecay(0.1, 10), learning_rate=0.1, epsilon=0.1)
+        tfa.optimizers.AdamW(
+            tf_keras.optimizers.schedules.CosineDecay(0.1, 10), learning_rate=0.1, epsilon=0.1
+        )
     ),
     "NovoGrad": lambda: tfa.optimizers.NovoGrad(0.1),
     "ProximalAdagrad": lambda: tfa.optimizers.ProximalAdagrad(0.1, l1_regularization_strength=0.01),
-    "RectifiedAdam": lambda: tfa.optimizers.RectifiedAdam(0.1, epsilon=0.1, total_steps=10, warmup_proportion=0.1),
+    "RectifiedAdam": lambda: tfa.optimizers.RectifiedAdam(
+        0.1, epsilon=0.1, total_steps=10, warmup_proportion=0.1
+    ),
     "SGDW": lambda: tfa.optimizers.SGDW(0.01, 0.1, momentum=0.9),
-    "SWA of SGD": lambda: tfa.optimizers.SWA(tf_keras.optimizers.legacy.SGD(0.1, momentum=0.9), start_averaging=0),
+    "SWA of SGD": lambda: tfa.optimizers.SWA(
+        tf_keras.optimizers.legacy.SGD(0.1, momentum=0.9), start_averaging=0
+    ),
     "Yogi": lambda: tfa.optimizers.Yogi(0.1),
     "CyclicalLearningRate": lambda: tf_keras.optimizers.legacy.SGD(
         tfa.optimizers.CyclicalLearningRate(0.01, 0.1, step_size=5, scale_fn=lambda x: 1.0)
@@ -453,7 +532,11 @@ OPTIMIZERS = {
 
 
 # The others are among tests/adapters/test_optimizers.py's.
-_rows(_with, OPTIMIZERS, quick={"ConditionalGradient", "ProximalAdagrad", "ExponentialCyclicalLearningRate"})
+_rows(
+    _with,
+    OPTIMIZERS,
+    quick={"ConditionalGradient", "ProximalAdagrad", "ExponentialCyclicalLearningRate"},
+)
 
 
 @addon(
@@ -465,7 +548,9 @@ _rows(_with, OPTIMIZERS, quick={"ConditionalGradient", "ProximalAdagrad", "Expon
 def test_multi_optimizer():
     case = on_points(KERAS.Dense(8, "relu"))
     sgd = tf_keras.optimizers.legacy.SGD
-    case.optimizer = lambda: tfa.optimizers.MultiOptimizer([(sgd(0.1), layer) for layer in case.model.layers])
+    case.optimizer = lambda: tfa.optimizers.MultiOptimizer(
+        [(sgd(0.1), layer) for layer in case.model.layers]
+    )
     return case
 
 
@@ -493,7 +578,12 @@ def _tagger():
     lengths = rng.integers(2, 6, ROWS)
     ids = rng.integers(1, 20, (ROWS, 5)) * (np.arange(5) < lengths[:, None])
     inputs = tf_keras.Input((5,), dtype="int32")
-    return inputs, KERAS.Dense(6, "tanh")(KERAS.Embedding(20, 6, mask_zero=True)(inputs)), ids, ids % 3
+    return (
+        inputs,
+        KERAS.Dense(6, "tanh")(KERAS.Embedding(20, 6, mask_zero=True)(inputs)),
+        ids,
+        ids % 3,
+    )
 
 
 @addon(
@@ -538,13 +628,20 @@ def test_crf():
 
 
 class _Translator(tf_keras.Model):
-    """A decoder that reads what an encoder wrote, with teacher forcing; returns the logits of each position."""
+    """A decoder that reads what an encoder wrote, with teacher forcing; returns the logits of each
+    position.
+    """
 
     def __init__(self, mechanism, make_sampler):
         super().__init__()
-        self.embedding, self.encoder = KERAS.Embedding(12, 6), KERAS.LSTM(6, return_sequences=True, return_state=True)
+        self.embedding, self.encoder = (
+            KERAS.Embedding(12, 6),
+            KERAS.LSTM(6, return_sequences=True, return_state=True),
+        )
         self.attention, self.head = mechanism, KERAS.Dense(12)
-        self.cell = tfa.seq2seq.AttentionWrapper(KERAS.LSTMCell(6), mechanism, attention_layer_size=6)
+        self.cell = tfa.seq2seq.AttentionWrapper(
+            KERAS.LSTMCell(6), mechanism, attention_layer_size=6
+        )
         self.decoder = tfa.seq2seq.BasicDecoder(self.cell, make_sampler(self), self.head)
 
     def initial_state(self, x, beams=1):
@@ -556,29 +653,44 @@ class _Translator(tf_keras.Model):
     def call(self, x, training=None):
         targets, lengths = self.embedding(tf.roll(x, 1, 1)), tf.fill([tf.shape(x)[0]], x.shape[1])
         initial = self.initial_state(x)
-        outputs, _, _ = self.decoder(targets, initial_state=initial, sequence_length=lengths, training=training)
+        outputs, _, _ = self.decoder(
+            targets, initial_state=initial, sequence_length=lengths, training=training
+        )
         return tf.ensure_shape(outputs.rnn_output, [None, x.shape[1], 12])
 
 
 SEQUENCES = np.random.default_rng(0).integers(1, 12, (ROWS, 5))
 
 
-def _translation(mechanism=tfa.seq2seq.LuongAttention, make_sampler=lambda _: tfa.seq2seq.TrainingSampler()):
+def _translation(
+    mechanism=tfa.seq2seq.LuongAttention, make_sampler=lambda _: tfa.seq2seq.TrainingSampler()
+):
     model = _Translator(mechanism(6), make_sampler)
-    return Case(model, SEQUENCES, SEQUENCES[:, ::-1].copy(), loss=cross_entropy(), jit_compile=False)
+    return Case(
+        model, SEQUENCES, SEQUENCES[:, ::-1].copy(), loss=cross_entropy(), jit_compile=False
+    )
 
 
 _rows(
     _translation,
     {
-        f"AttentionWrapper, BasicDecoder and TrainingSampler with {kind}: jit_compile=False": getattr(tfa.seq2seq, kind)
-        for kind in ("BahdanauAttention", "BahdanauMonotonicAttention", "LuongAttention", "LuongMonotonicAttention")
+        f"AttentionWrapper, BasicDecoder and TrainingSampler with {kind}: jit_compile=False": getattr(
+            tfa.seq2seq, kind
+        )
+        for kind in (
+            "BahdanauAttention",
+            "BahdanauMonotonicAttention",
+            "LuongAttention",
+            "LuongMonotonicAttention",
+        )
     },
 )
 
 
 SAMPLERS = {
-    "ScheduledEmbeddingTrainingSampler": lambda m: tfa.seq2seq.ScheduledEmbeddingTrainingSampler(0.0, m.embedding),
+    "ScheduledEmbeddingTrainingSampler": lambda m: tfa.seq2seq.ScheduledEmbeddingTrainingSampler(
+        0.0, m.embedding
+    ),
     "ScheduledOutputTrainingSampler": lambda _: tfa.seq2seq.ScheduledOutputTrainingSampler(
         0.0, next_inputs_fn=lambda logits: logits[:, :6]
     ),
@@ -589,7 +701,10 @@ def _sampled(make_sampler):
     return _translation(make_sampler=make_sampler)
 
 
-_rows(_sampled, {f"{name} with a probability of 0: jit_compile=False": make for name, make in SAMPLERS.items()})
+_rows(
+    _sampled,
+    {f"{name} with a probability of 0: jit_compile=False": make for name, make in SAMPLERS.items()},
+)
 
 
 @addon(
@@ -610,14 +725,18 @@ def _decoded(model, decode):
 
 
 def _by_beams(model, start, end):
-    decoder = tfa.seq2seq.BeamSearchDecoder(model.cell, 2, model.embedding, model.head, maximum_iterations=4)
+    decoder = tfa.seq2seq.BeamSearchDecoder(
+        model.cell, 2, model.embedding, model.head, maximum_iterations=4
+    )
     initial = model.initial_state(SEQUENCES, 2)
     return decoder(None, start_tokens=start, end_token=end, initial_state=initial)[0].predicted_ids
 
 
 def _by_basic_decoder(make_sampler, **arguments):
     def decode(model, start, end):
-        decoder = tfa.seq2seq.BasicDecoder(model.cell, make_sampler(model), model.head, maximum_iterations=4)
+        decoder = tfa.seq2seq.BasicDecoder(
+            model.cell, make_sampler(model), model.head, maximum_iterations=4
+        )
         inputs = model.embedding(start) if arguments else None
         given = {} if arguments else {"start_tokens": start, "end_token": end}
         outputs = decoder(inputs, initial_state=model.initial_state(SEQUENCES), **given)[0]
@@ -631,7 +750,11 @@ def _inference(model):
         return model.embedding(ids)
 
     return tfa.seq2seq.InferenceSampler(
-        lambda outputs: tf.argmax(outputs, -1, tf.int32), [], tf.int32, lambda ids: ids == 0, next_inputs
+        lambda outputs: tf.argmax(outputs, -1, tf.int32),
+        [],
+        tf.int32,
+        lambda ids: ids == 0,
+        next_inputs,
     )
 
 
@@ -650,8 +773,12 @@ def _custom(model):
 
 DECODERS = {
     "BeamSearchDecoder": _by_beams,
-    "GreedyEmbeddingSampler": _by_basic_decoder(lambda m: tfa.seq2seq.GreedyEmbeddingSampler(m.embedding)),
-    "SampleEmbeddingSampler": _by_basic_decoder(lambda m: tfa.seq2seq.SampleEmbeddingSampler(m.embedding, 1e-6)),
+    "GreedyEmbeddingSampler": _by_basic_decoder(
+        lambda m: tfa.seq2seq.GreedyEmbeddingSampler(m.embedding)
+    ),
+    "SampleEmbeddingSampler": _by_basic_decoder(
+        lambda m: tfa.seq2seq.SampleEmbeddingSampler(m.embedding, 1e-6)
+    ),
     "InferenceSampler": _by_basic_decoder(_inference, by_inputs=True),
     "CustomSampler": _by_basic_decoder(_custom, by_inputs=True),
 }
@@ -669,7 +796,9 @@ def _decoding(decode):
 
     def ours():
         optimizer = tf_keras.optimizers.SGD(0.1)
-        trainer = fa.Trainer(model, optimizer, case.loss, gradient_accumulation_steps=2, jit_compile=False)
+        trainer = fa.Trainer(
+            model, optimizer, case.loss, gradient_accumulation_steps=2, jit_compile=False
+        )
         trainer.fit(case.x, case.y, batch_size=ROWS // 2, shuffle=False, verbose=0)
         return _decoded(model, decode)
 
@@ -685,7 +814,13 @@ _rows(
 
 # What the classes in rows are made of, or return.
 PARTS = {
-    *("AttentionMechanism", "AttentionWrapperState", "BaseDecoder", "BasicDecoderOutput", "BeamSearchDecoderOutput"),
+    *(
+        "AttentionMechanism",
+        "AttentionWrapperState",
+        "BaseDecoder",
+        "BasicDecoderOutput",
+        "BeamSearchDecoderOutput",
+    ),
     *("BeamSearchDecoderState", "Decoder", "FinalBeamSearchDecoderOutput", "Sampler"),
     *("AveragedOptimizerWrapper", "KerasLegacyOptimizer"),
 }
@@ -694,6 +829,13 @@ PARTS = {
 @pytest.mark.zoo
 @pytest.mark.quick
 def test_every_public_class_has_a_row():
-    modules = (getattr(tfa, name) for name in ("callbacks", "layers", "losses", "metrics", "rnn", "seq2seq", "text"))
-    found = {name for module in (*modules, tfa.optimizers) for name, _ in inspect.getmembers(module, inspect.isclass)}
+    modules = (
+        getattr(tfa, name)
+        for name in ("callbacks", "layers", "losses", "metrics", "rnn", "seq2seq", "text")
+    )
+    found = {
+        name
+        for module in (*modules, tfa.optimizers)
+        for name, _ in inspect.getmembers(module, inspect.isclass)
+    }
     assert len(found) > 90 and found - NAMED == PARTS

@@ -63,24 +63,41 @@ def test_convnext():
 
 
 OP_BY_OP = (
-    "Compared with `jit_compile=False`, so that both steps run the same kernels, but for the gradient of "
-    "BatchNormalization. XLA's kernels round differently, and a deep stack of untrained BatchNormalization layers "
-    "magnifies any rounding: of {}, Keras's own float32 step and ours both differ from a float64 step by {} of the "
-    "update, in the worst variable."
+    "Compared with `jit_compile=False`, so that both steps run the same kernels, but for the "
+    "gradient of BatchNormalization. XLA's kernels round differently, and a deep stack of "
+    "untrained BatchNormalization layers magnifies any rounding: of {}, Keras's own float32 step "
+    "and ours both differ from a float64 step by {} of the update, in the worst variable."
 )
 
 
-@row("keras.applications", "ResNet50, op by op", tolerance=1e-3, note=OP_BY_OP.format("ResNet50", 0.21))
+@row(
+    "keras.applications",
+    "ResNet50, op by op",
+    tolerance=1e-3,
+    note=OP_BY_OP.format("ResNet50", 0.21),
+)
 def test_resnet50():
     return _case(keras.applications.ResNet50, size=64, jit_compile=False, magnifies=True)
 
 
-@row("keras.applications", "MobileNetV2, op by op", tolerance=1e-3, note=OP_BY_OP.format("MobileNetV2", 0.03))
+@row(
+    "keras.applications",
+    "MobileNetV2, op by op",
+    tolerance=1e-3,
+    note=OP_BY_OP.format("MobileNetV2", 0.03),
+)
 def test_mobilenet_v2():
-    return _case(keras.applications.MobileNetV2, size=64, jit_compile=False, magnifies=True, alpha=0.35)
+    return _case(
+        keras.applications.MobileNetV2, size=64, jit_compile=False, magnifies=True, alpha=0.35
+    )
 
 
-@row("keras.applications", "EfficientNetV2B0, op by op", tolerance=1e-3, note=OP_BY_OP.format("ResNet50", 0.21))
+@row(
+    "keras.applications",
+    "EfficientNetV2B0, op by op",
+    tolerance=1e-3,
+    note=OP_BY_OP.format("ResNet50", 0.21),
+)
 def test_efficientnet_v2():
     return _case(keras.applications.EfficientNetV2B0, size=64, jit_compile=False, magnifies=True)
 

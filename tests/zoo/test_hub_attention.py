@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.zoo, pytest.mark.quick]
 
 LENGTH, ROWS = 7, 8
 SIZES = {"vocabulary_size": 23, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 24}
-HEADS, GROUPED = {"num_heads": 2, "max_sequence_length": LENGTH}, {"num_query_heads": 4, "num_key_value_heads": 2}
+HEADS, GROUPED = (
+    {"num_heads": 2, "max_sequence_length": LENGTH},
+    {"num_query_heads": 4, "num_key_value_heads": 2},
+)
 EXPERTS = {"num_experts": 3, "top_k": 2, "moe_intermediate_dim": 8}
 
 FUSED = {
@@ -36,13 +39,20 @@ FUSED = {
         **SIZES, **GROUPED, image_size=16, head_dim=4, vision_encoder=None, sliding_window_size=3
     ),
     "Gemma 3": lambda: hub.Gemma3Backbone(
-        **SIZES, **GROUPED, image_size=16, head_dim=4, vision_encoder=None, sliding_window_size=LENGTH
+        **SIZES,
+        **GROUPED,
+        image_size=16,
+        head_dim=4,
+        vision_encoder=None,
+        sliding_window_size=LENGTH,
     ),
     "Llama": lambda: hub.LlamaBackbone(**SIZES, **GROUPED),
     "Llama 3": lambda: hub.Llama3Backbone(**SIZES, **GROUPED),
     "Mistral": lambda: hub.MistralBackbone(**SIZES, **GROUPED, sliding_window=LENGTH),
     "Mistral with a window": lambda: hub.MistralBackbone(**SIZES, **GROUPED, sliding_window=3),
-    "Mixtral": lambda: hub.MixtralBackbone(**SIZES, **GROUPED, num_experts=3, sliding_window=LENGTH),
+    "Mixtral": lambda: hub.MixtralBackbone(
+        **SIZES, **GROUPED, num_experts=3, sliding_window=LENGTH
+    ),
     "Phi-3": lambda: hub.Phi3Backbone(**SIZES, **GROUPED),
     "Qwen": lambda: hub.QwenBackbone(**SIZES, **GROUPED),
     "Qwen with a window": lambda: hub.QwenBackbone(
@@ -59,14 +69,25 @@ DROPPING = {
 
 
 def trained(make, flash_attention, side="right", policy=None):
-    """Trains one update, in XLA under a policy of `fa.remat`; returns the weights and what was chosen for layers."""
+    """Trains one update, in XLA under a policy of `fa.remat`; returns the weights and what was
+    chosen for layers.
+    """
     keras.utils.set_random_seed(1)
     rng, backbone = np.random.default_rng(0), make()
-    ids, present = rng.integers(1, 23, (ROWS, LENGTH)), np.arange(LENGTH) < rng.integers(3, LENGTH + 1, (ROWS, 1))
+    ids, present = (
+        rng.integers(1, 23, (ROWS, LENGTH)),
+        np.arange(LENGTH) < rng.integers(3, LENGTH + 1, (ROWS, 1)),
+    )
     present = present[:, ::-1] if side == "left" else present
-    inputs = {"token_ids": ids, "padding_mask": present.astype("int32"), "segment_ids": np.zeros_like(ids)}
+    inputs = {
+        "token_ids": ids,
+        "padding_mask": present.astype("int32"),
+        "segment_ids": np.zeros_like(ids),
+    }
     inputs = {name: inputs[name] for name in backbone.input}
-    output = backbone.output["sequence_output"] if isinstance(backbone.output, dict) else backbone.output
+    output = (
+        backbone.output["sequence_output"] if isinstance(backbone.output, dict) else backbone.output
+    )
     logits = backbone.token_embedding(output, reverse=True)
     trainer = fa.Trainer(
         fa.remat(keras.Model(backbone.input, logits), policy),
@@ -115,7 +136,9 @@ def test_dropout_is_that_of_the_unfused_formula_with_the_same_draw(monkeypatch, 
     ],
 )
 def test_a_cap_that_is_dropped_and_a_window_off_by_one_are_seen(monkeypatch, name, wrong):
-    monkeypatch.setattr(adapter, "attention", lambda *tensors, **options: attention(*tensors, **options | wrong))
+    monkeypatch.setattr(
+        adapter, "attention", lambda *tensors, **options: attention(*tensors, **options | wrong)
+    )
     weights, _ = trained(FUSED[name], True)
     expected, _ = trained(FUSED[name], False)
     assert max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)) > 1e-4
@@ -123,9 +146,12 @@ def test_a_cap_that_is_dropped_and_a_window_off_by_one_are_seen(monkeypatch, nam
 
 @pytest.mark.parametrize("name", ["BERT", "Gemma 2", "GPT-2", "Llama"])
 def test_attention_that_remat_keeps_changes_no_bit(name):
-    """Padded, and with dropout where the model has it; XLA rounds a soft cap's tanh otherwise in another fusion."""
+    """Padded, and with dropout where the model has it; XLA rounds a soft cap's tanh otherwise in
+    another fusion.
+    """
     (kept, choices), (again, _) = (
-        trained((FUSED | DROPPING)[name], True, "left", policy) for policy in (["attention"], "nothing_saveable")
+        trained((FUSED | DROPPING)[name], True, "left", policy)
+        for policy in (["attention"], "nothing_saveable")
     )
     assert choices == {"fused: blockwise"}
     for a, b in zip(kept, again, strict=True):
@@ -146,28 +172,40 @@ ON_A_GPU = {
 
 
 def elements_of_pairs(name, flash_attention="auto"):
-    """Compiles a padded step of 3 rows for an H200; returns the tokens, and of values of two axes of tokens the
-    elements of the largest and the operations that compute them.
+    """Compiles a padded step of 3 rows for an H200; returns the tokens, and of values of two axes
+    of tokens the elements of the largest and the operations that compute them.
     """
     times = 320
     keras.config.set_dtype_policy("mixed_bfloat16")
     backbone = ON_A_GPU[name](times)
-    output = backbone.output["sequence_output"] if isinstance(backbone.output, dict) else backbone.output
+    output = (
+        backbone.output["sequence_output"] if isinstance(backbone.output, dict) else backbone.output
+    )
     model = keras.Model(backbone.input, backbone.token_embedding(output, reverse=True))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    trainer = fa.Trainer(model, "sgd", loss, gradient_accumulation_steps=2, flash_attention=flash_attention)
+    trainer = fa.Trainer(
+        model, "sgd", loss, gradient_accumulation_steps=2, flash_attention=flash_attention
+    )
     ids = np.ones((2, 3, times), "int32")
-    text, _ = h200.compile_for_h200(h200.export_step(trainer, (dict.fromkeys(backbone.input, ids), ids)))
+    text, _ = h200.compile_for_h200(
+        h200.export_step(trainer, (dict.fromkeys(backbone.input, ids), ids))
+    )
     if flash_attention:
         assert set(trainer._builder.step.objective.attention.choices.values()) == {"fused: cudnn"}
     pairs = [value for value in hlo.Program(text).values if value.shape.count(times) > 1]
-    return times, max(math.prod(value.shape) for value in pairs), {value.instruction.opcode for value in pairs}
+    return (
+        times,
+        max(math.prod(value.shape) for value in pairs),
+        {value.instruction.opcode for value in pairs},
+    )
 
 
 @pytest.mark.golden
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_no_scores_of_all_tokens_are_computed_on_a_gpu(name):
-    """cuDNN reads a mask of two axes of tokens, of padding without an axis of heads, of dropout with one."""
+    """cuDNN reads a mask of two axes of tokens, of padding without an axis of heads, of dropout
+    with one.
+    """
     times, elements, opcodes = elements_of_pairs(name)
     assert elements == 3 * (2 if "dropout" in name else 1) * times**2 and "dot" not in opcodes
 
@@ -186,13 +224,19 @@ class Called(keras.layers.Layer):
         self.layer = layer
 
     def call(self, x):
-        return keras.ops.sum(self.layer(x, attention_mask=keras.ops.ones((x.shape[0] or 1, LENGTH, LENGTH))), 1)
+        return keras.ops.sum(
+            self.layer(x, attention_mask=keras.ops.ones((x.shape[0] or 1, LENGTH, LENGTH))), 1
+        )
 
 
 def test_a_window_to_both_sides_is_left_to_the_layer():
     from keras_hub.src.models.gemma3.gemma3_attention import CachedGemma3Attention
 
-    options = {"use_sliding_window_attention": True, "use_bidirectional_attention": True, "sliding_window_size": LENGTH}
+    options = {
+        "use_sliding_window_attention": True,
+        "use_bidirectional_attention": True,
+        "sliding_window_size": LENGTH,
+    }
     layer = CachedGemma3Attention(head_dim=4, num_query_heads=4, num_key_value_heads=2, **options)
     model = keras.Sequential([keras.Input((LENGTH, 8)), Called(layer)])
     trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False, flash_attention=True)

@@ -1,4 +1,6 @@
-"""KerasHub's models whose training goes on: in a second process, and after LoRA was saved and loaded."""
+"""KerasHub's models whose training goes on: in a second process, and after LoRA was saved and
+loaded.
+"""
 
 import pathlib
 import subprocess
@@ -16,7 +18,10 @@ pytestmark = pytest.mark.zoo
 
 LENGTH, ROWS = 6, 8
 SIZES = {"vocabulary_size": 23, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 24}
-HEADS, GROUPED = {"num_heads": 2, "max_sequence_length": LENGTH}, {"num_query_heads": 4, "num_key_value_heads": 2}
+HEADS, GROUPED = (
+    {"num_heads": 2, "max_sequence_length": LENGTH},
+    {"num_query_heads": 4, "num_key_value_heads": 2},
+)
 
 BACKBONES = {  # with their dropout
     "GPT-2": lambda: hub.GPT2CausalLM(hub.GPT2Backbone(**SIZES, **HEADS)),
@@ -25,7 +30,10 @@ BACKBONES = {  # with their dropout
     "Llama 3": lambda: hub.Llama3CausalLM(hub.Llama3Backbone(**SIZES, **GROUPED)),
     "BERT": lambda: hub.BertTextClassifier(hub.BertBackbone(**SIZES, **HEADS), 3),
     "ViT": lambda: hub.ViTImageClassifier(
-        hub.ViTBackbone((32, 32, 3), patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24), 3
+        hub.ViTBackbone(
+            (32, 32, 3), patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24
+        ),
+        3,
     ),
 }
 
@@ -38,12 +46,18 @@ def made(name):
         return model, rng.normal(size=(ROWS, 32, 32, 3)).astype("float32"), np.arange(ROWS) % 3
     ids = rng.integers(1, 23, (ROWS, LENGTH))
     x = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
-    return (model, x | {"segment_ids": 0 * ids}, np.arange(ROWS) % 3) if name == "BERT" else (model, x, ids)
+    return (
+        (model, x | {"segment_ids": 0 * ids}, np.arange(ROWS) % 3)
+        if name == "BERT"
+        else (model, x, ids)
+    )
 
 
 def fit(model, x, y, epochs, **options):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    trainer = fa.Trainer(model, keras.optimizers.Adam(1e-2), loss, gradient_accumulation_steps=2, jit_compile=False)
+    trainer = fa.Trainer(
+        model, keras.optimizers.Adam(1e-2), loss, gradient_accumulation_steps=2, jit_compile=False
+    )
     trainer.fit(x, y, batch_size=2, epochs=epochs, verbose=0, **options)
 
 
@@ -78,7 +92,9 @@ def test_lora_goes_on_after_it_was_saved(tmp_path, name):
     model.save(tmp_path / "lora.keras")
     with pytest.warns(RuntimeWarning, match="starts afresh"):
         fa.Trainer(loaded := keras.saving.load_model(tmp_path / "lora.keras"), loaded.optimizer)
-    np.testing.assert_allclose(loaded.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        loaded.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-4, atol=1e-5
+    )
     loaded.backbone.enable_lora(rank=2)
     assert [v.path for v in loaded.trainable_variables] == trained
     before = {v.path: v.numpy() for v in loaded.weights}

@@ -67,7 +67,11 @@ def distilbert(head, **config):
 
 
 def vit():
-    config = {name: value for name, value in TINY.items() if name not in ("vocab_size", "max_position_embeddings")}
+    config = {
+        name: value
+        for name, value in TINY.items()
+        if name not in ("vocab_size", "max_position_embeddings")
+    }
     return transformers.TFViTForImageClassification(
         transformers.ViTConfig(**config, image_size=16, patch_size=8, num_labels=3)
     )
@@ -90,7 +94,9 @@ def words(x, share=1.0, ignored=-100, of=VOCABULARY):
     """A label for some words of each sentence, none of them in the last two rows."""
     rng = np.random.default_rng(1)
     labels = rng.integers(0, of, x["input_ids"].shape)
-    labels = np.where((x["attention_mask"] > 0) & (rng.random(labels.shape) < share), labels, ignored)
+    labels = np.where(
+        (x["attention_mask"] > 0) & (rng.random(labels.shape) < share), labels, ignored
+    )
     labels[-2:] = ignored
     return labels.astype("int64")
 
@@ -109,7 +115,11 @@ FAMILY = "Hugging Face"
 @row(FAMILY, "BERT, sequence classification: loss given", quick=True)
 def test_bert_classes():
     return Case(
-        bert("SequenceClassification", num_labels=3), text(), classes(), loss=cross_entropy(), metrics=["accuracy"]
+        bert("SequenceClassification", num_labels=3),
+        text(),
+        classes(),
+        loss=cross_entropy(),
+        metrics=["accuracy"],
     )
 
 
@@ -135,12 +145,12 @@ def test_bert_tokens():
 
 
 KEYS = (
-    "The largest error is in the biases of attention's keys. Their exact gradient is 0; both steps compute rounding "
-    "errors of 2e-10."
+    "The largest error is in the biases of attention's keys. Their exact gradient is 0; both "
+    "steps compute rounding errors of 2e-10."
 )
 NO_GRADIENT = (
-    "The largest error is in the last layer's bias. Its exact gradient is 0, because of a softmax over time; both "
-    "steps compute rounding errors of 3e-9."
+    "The largest error is in the last layer's bias. Its exact gradient is 0, because of a "
+    "softmax over time; both steps compute rounding errors of 3e-9."
 )
 
 
@@ -148,14 +158,20 @@ NO_GRADIENT = (
 def test_bert_answers():
     y = {"start_logits": classes(), "end_logits": classes() + 1}
     return Case(
-        bert("QuestionAnswering"), text(), y, loss={"start_logits": cross_entropy(), "end_logits": cross_entropy()}
+        bert("QuestionAnswering"),
+        text(),
+        y,
+        loss={"start_logits": cross_entropy(), "end_logits": cross_entropy()},
     )
 
 
 @row(FAMILY, "GPT-2, language model: loss given, weights per token")
 def test_gpt2_words():
     x = text()
-    y, weights = np.roll(x["input_ids"], -1, axis=1), np.roll(x["attention_mask"], -1, axis=1).astype("float32")
+    y, weights = (
+        np.roll(x["input_ids"], -1, axis=1),
+        np.roll(x["attention_mask"], -1, axis=1).astype("float32"),
+    )
     return Case(gpt2(use_cache=False), x, y, weights, loss=cross_entropy())
 
 
@@ -167,13 +183,20 @@ def test_gpt2_cache():
 
 @row(FAMILY, "DistilBERT, sequence classification: loss given")
 def test_distilbert_classes():
-    return Case(distilbert("SequenceClassification", num_labels=3), text(), classes(), loss=cross_entropy())
+    return Case(
+        distilbert("SequenceClassification", num_labels=3), text(), classes(), loss=cross_entropy()
+    )
 
 
 @row(FAMILY, "RoBERTa, sequence classification: loss given")
 def test_roberta_classes():
     config = transformers.RobertaConfig(**TINY, num_labels=3)
-    return Case(transformers.TFRobertaForSequenceClassification(config), text(), classes(), loss=cross_entropy())
+    return Case(
+        transformers.TFRobertaForSequenceClassification(config),
+        text(),
+        classes(),
+        loss=cross_entropy(),
+    )
 
 
 @row(FAMILY, "ViT, image classification: loss given", tolerance=3e-5, note=KEYS)
@@ -201,14 +224,21 @@ def test_bert_tokens_own():
 
 @row(FAMILY, "BERT, question answering: its own loss", tolerance=3e-4, note=NO_GRADIENT)
 def test_bert_answers_own():
-    return Case(bert("QuestionAnswering"), {**text(), "start_positions": classes(), "end_positions": classes() + 1})
+    return Case(
+        bert("QuestionAnswering"),
+        {**text(), "start_positions": classes(), "end_positions": classes() + 1},
+    )
 
 
 @row(FAMILY, "BERT, pretraining of words and sentences: its own loss of two means")
 def test_bert_pretraining():
     x = text()
     sentences = np.array([0, 1, -100, 1, -100, -100])
-    return Case(bert("PreTraining"), {**x, "labels": words(x), "next_sentence_label": sentences}, micro_batches=3)
+    return Case(
+        bert("PreTraining"),
+        {**x, "labels": words(x), "next_sentence_label": sentences},
+        micro_batches=3,
+    )
 
 
 @row(FAMILY, "BERT, regression: its own loss")
@@ -247,7 +277,11 @@ def test_t5():
         decoder_start_token_id=0,
     )
     x = text()
-    return Case(transformers.TFT5ForConditionalGeneration(config), {**x, "labels": words(x)}, micro_batches=3)
+    return Case(
+        transformers.TFT5ForConditionalGeneration(config),
+        {**x, "labels": words(x)},
+        micro_batches=3,
+    )
 
 
 @row(
@@ -276,7 +310,11 @@ def test_bart():
         init_std=0.2,
     )
     x = text()
-    return Case(transformers.TFBartForConditionalGeneration(config), {**x, "labels": words(x)}, micro_batches=3)
+    return Case(
+        transformers.TFBartForConditionalGeneration(config),
+        {**x, "labels": words(x)},
+        micro_batches=3,
+    )
 
 
 @row(FAMILY, "OPT, language model: its own loss")
@@ -340,7 +378,9 @@ def test_clip():
         projection_dim=8,
     )
     model, x = transformers.TFCLIPModel(config), {**text(), "pixel_values": images()}
-    return _by_micro_batch(model, x, lambda part: len(part["input_ids"]), warns="by itself", return_loss=True)
+    return _by_micro_batch(
+        model, x, lambda part: len(part["input_ids"]), warns="by itself", return_loss=True
+    )
 
 
 def _by_micro_batch(model, x, weight, warns=None, **options):
@@ -357,7 +397,9 @@ def _by_micro_batch(model, x, weight, warns=None, **options):
             total = each if total is None else _added(total, each)
             weights, mean = weights + weight(part), mean + float(loss)
         variables = model.trainable_variables
-        gradients = [np.broadcast_to(g, v.shape) / weights for g, v in zip(total, variables, strict=True)]
+        gradients = [
+            np.broadcast_to(g, v.shape) / weights for g, v in zip(total, variables, strict=True)
+        ]
         pairs = [(tf.cast(g, tf.float32), v) for g, v in zip(gradients, variables, strict=True)]
         tf_keras.optimizers.SGD(0.1).apply_gradients(pairs)
         return {"loss": mean / weights}
@@ -383,7 +425,11 @@ def test_create_optimizer():
     return Case(bert("SequenceClassification", num_labels=3), text(), classes(), optimizer=make)
 
 
-@row(FAMILY, "BERT, from tf.data as prepare_tf_dataset makes it: its own loss, and accuracy", quick=True)
+@row(
+    FAMILY,
+    "BERT, from tf.data as prepare_tf_dataset makes it: its own loss, and accuracy",
+    quick=True,
+)
 def test_bert_dataset():
     model, x, y = bert("SequenceClassification", num_labels=3), text(), classes()
     model(x)
@@ -392,7 +438,9 @@ def test_bert_dataset():
         return tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
 
     def ours():
-        trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), metrics=["accuracy"], gradient_accumulation_steps=3)
+        trainer = fa.Trainer(
+            model, tf_keras.optimizers.SGD(0.1), metrics=["accuracy"], gradient_accumulation_steps=3
+        )
         logs = trainer.fit(data(2), epochs=1, verbose=0).history
         return {name: values[-1] for name, values in logs.items()}
 
@@ -428,7 +476,9 @@ def _segformer():
 
 
 def _with_own_loss(kind):
-    """A model and inputs with labels among them, of which the last micro-batch has none that counts."""
+    """A model and inputs with labels among them, of which the last micro-batch has none that
+    counts.
+    """
     x = text()
     if kind == "causal":
         return gpt2(), {**x, "labels": words(x)}
@@ -441,11 +491,21 @@ def _with_own_loss(kind):
     if kind == "classes":
         return bert("SequenceClassification", num_labels=3), {**x, "labels": classes()}
     if kind == "regression":
-        return bert("SequenceClassification", num_labels=1), {**x, "labels": classes().astype("float32")}
+        return bert("SequenceClassification", num_labels=1), {
+            **x,
+            "labels": classes().astype("float32"),
+        }
     if kind == "answers":
-        return bert("QuestionAnswering"), {**x, "start_positions": classes(), "end_positions": classes() + 1}
+        return bert("QuestionAnswering"), {
+            **x,
+            "start_positions": classes(),
+            "end_positions": classes() + 1,
+        }
     if kind == "next sentence":
-        return bert("NextSentencePrediction"), {**x, "next_sentence_label": np.array([0, 1, -100, 1, -100, -100])}
+        return bert("NextSentencePrediction"), {
+            **x,
+            "next_sentence_label": np.array([0, 1, -100, 1, -100, -100]),
+        }
     if kind == "choices":
         choices = {name: np.stack([value, value[::-1]], axis=1) for name, value in x.items()}
         return bert("MultipleChoice"), {**choices, "labels": classes(2)}
@@ -453,7 +513,9 @@ def _with_own_loss(kind):
         sentences = np.array([0, 1, -100, 1, -100, -100])
         return bert("PreTraining"), {**x, "labels": words(x), "next_sentence_label": sentences}
     if kind == "albert":
-        config = transformers.AlbertConfig(**{**TINY, "embedding_size": 8, "classifier_dropout_prob": 0.0})
+        config = transformers.AlbertConfig(
+            **{**TINY, "embedding_size": 8, "classifier_dropout_prob": 0.0}
+        )
         sentences = np.array([0, 1, 1, 1, 0, 1])
         model = transformers.TFAlbertForPreTraining(config)
         return model, {**x, "labels": words(x), "sentence_order_label": sentences}
@@ -469,7 +531,17 @@ def _added(a, b):
 
 
 KINDS = [
-    *("causal", "masked", "tokens", "classes", "regression", "answers", "next sentence", "choices", "pretraining"),
+    *(
+        "causal",
+        "masked",
+        "tokens",
+        "classes",
+        "regression",
+        "answers",
+        "next sentence",
+        "choices",
+        "pretraining",
+    ),
     *("albert", "segmentation"),
 ]
 
@@ -489,10 +561,15 @@ def test_micro_batches_add_up_to_the_loss_that_a_model_returns(kind, padded):
         part = {name: value[start : start + size] for name, value in x.items()}
         valid = None
         if padded:  # two rows more, which count nowhere
-            part = {name: np.concatenate([value, value[:2] * 0 + 1]) for name, value in part.items()}
+            part = {
+                name: np.concatenate([value, value[:2] * 0 + 1]) for name, value in part.items()
+            }
             valid = tf.constant([True, True, False, False])
         rows = len(part["labels"]) if "labels" in part else 2 * (1 + padded)
-        with tf.GradientTape(persistent=True) as tape, huggingface.observe_losses(model, valid) as seen:
+        with (
+            tf.GradientTape(persistent=True) as tape,
+            huggingface.observe_losses(model, valid) as seen,
+        ):
             outputs = model(part, training=training)
             terms = huggingface.make_terms(model, outputs, seen, rows, valid)
             values = [term.value * term.weight_sum for term in terms]
@@ -515,7 +592,10 @@ def test_labels_are_merged_and_matched_as_in_its_train_step():
     model, x = bert("SequenceClassification"), text()
     assert isinstance(models.get(model), models.PretrainedModel)
     y = classes(2)
-    assert huggingface.merge_labels(model, x["input_ids"], y) == {"input_ids": x["input_ids"], "labels": y}
+    assert huggingface.merge_labels(model, x["input_ids"], y) == {
+        "input_ids": x["input_ids"],
+        "labels": y,
+    }
     assert huggingface.merge_labels(model, x, {"labels": y}) == {**x, "labels": y}
     given = {**x, "labels": y + 1}
     assert huggingface.merge_labels(model, given, y) == given
@@ -527,11 +607,15 @@ def test_labels_are_merged_and_matched_as_in_its_train_step():
         assert y_pred is outputs.logits
     answers = bert("QuestionAnswering")
     outputs = answers(x)
-    y_true, y_pred = huggingface.match(answers, x, {"start_positions": 1, "end_positions": 2}, outputs)
+    y_true, y_pred = huggingface.match(
+        answers, x, {"start_positions": 1, "end_positions": 2}, outputs
+    )
     assert y_true == {"start_logits": 1, "end_logits": 2}
     assert y_pred["end_logits"] is outputs.end_logits
     assert huggingface.merge_labels(answers, x, {"start_logits": 1}) == {**x, "start_positions": 1}
-    with pytest.raises(ValueError, match=r"takes the labels \['start_positions', 'end_positions'\]"):
+    with pytest.raises(
+        ValueError, match=r"takes the labels \['start_positions', 'end_positions'\]"
+    ):
         huggingface.merge_labels(answers, x, y)
 
 
@@ -552,7 +636,10 @@ def test_a_loss_of_unknown_denominator_says_so():
             (term,) = huggingface.make_terms(model, outputs, seen, ROWS)
     assert float(term.value) == pytest.approx(2 * float(seen[0].value))
     assert float(term.weight_sum) == ROWS
-    with huggingface.observe_losses(model) as seen, pytest.raises(ValueError, match="returned no loss"):
+    with (
+        huggingface.observe_losses(model) as seen,
+        pytest.raises(ValueError, match="returned no loss"),
+    ):
         huggingface.make_terms(model, model(x), seen, ROWS)
 
 
@@ -561,27 +648,36 @@ def test_what_its_own_loss_does_not_know_is_refused():
     x, y = text(), classes()
 
     def fit(x, y, jit_compile=False, **options):
-        trainer = fa.Trainer(bert("SequenceClassification", num_labels=3), "sgd", jit_compile=jit_compile)
+        trainer = fa.Trainer(
+            bert("SequenceClassification", num_labels=3), "sgd", jit_compile=jit_compile
+        )
         return trainer.fit(x, y, batch_size=3, verbose=0, **options)
 
     for weights in ({"sample_weight": np.ones(ROWS)}, {"class_weight": {0: 2.0}}):
-        with pytest.raises(ValueError, match="returns by itself takes no sample_weight or class_weight"):
+        with pytest.raises(
+            ValueError, match="returns by itself takes no sample_weight or class_weight"
+        ):
             fit(x, y, **weights)
     with pytest.raises(ValueError, match=r"takes the labels \['labels'\]: pass y as a dict"):
         fit(x, [y, y])
     with pytest.raises(ValueError, match="ids given to embedding 'embeddings': values from"):
-        fit({**x, "input_ids": x["input_ids"] + VOCABULARY}, y, jit_compile=True)  # XLA drops the model's own check
+        # XLA drops the model's own check
+        fit({**x, "input_ids": x["input_ids"] + VOCABULARY}, y, jit_compile=True)
 
 
 @pytest.mark.zoo
 def test_a_loss_of_ones_own_that_is_a_scalar_counts_as_a_mean_with_a_warning():
     class Own(transformers.TFBertForSequenceClassification):
         def hf_compute_loss(self, labels, logits):
-            return 2 * tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+            return 2 * tf.reduce_mean(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            )
 
     model, x, y = Own(transformers.BertConfig(**TINY, num_labels=3)), text(), classes()
     expected = float(model({**x, "labels": y}).loss)
-    trainer = fa.Trainer(model, tf_keras.optimizers.SGD(0.1), gradient_accumulation_steps=2, jit_compile=False)
+    trainer = fa.Trainer(
+        model, tf_keras.optimizers.SGD(0.1), gradient_accumulation_steps=2, jit_compile=False
+    )
     with pytest.warns(UserWarning, match="Own reduces its loss to a scalar by itself"):
         history = trainer.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     assert history.history["loss"] == pytest.approx([expected], rel=1e-5)

@@ -1,4 +1,6 @@
-"""The idioms of keras.io's examples: generative models, distillation, metric and reinforcement learning."""
+"""The idioms of keras.io's examples: generative models, distillation, metric and reinforcement
+learning.
+"""
 
 import keras
 import numpy as np
@@ -69,7 +71,9 @@ def _noisy_vae():
 @row(FAMILY, "variational autoencoder: KL term by add_loss, reconstruction by loss", mixed=True)
 def test_vae_add_loss():
     inputs, reconstruction, x = _noisy_vae()
-    return Case(keras.Model(inputs, reconstruction), x, x[0], loss="binary_crossentropy", micro_batches=4)
+    return Case(
+        keras.Model(inputs, reconstruction), x, x[0], loss="binary_crossentropy", micro_batches=4
+    )
 
 
 @row(FAMILY, "variational autoencoder: both terms by add_loss, no y")
@@ -95,7 +99,14 @@ def test_vae_sampling():
     images, z_mean, z_log_var = _encoder()
     z = Sampling()([z_mean, z_log_var])
     model = keras.Model(images, _decoder()(z))
-    return Case(model, _images(8), _images(8), loss="binary_crossentropy", by_micro_batch=True, jit_compile=False)
+    return Case(
+        model,
+        _images(8),
+        _images(8),
+        loss="binary_crossentropy",
+        by_micro_batch=True,
+        jit_compile=False,
+    )
 
 
 class VAE(keras.Model):
@@ -115,7 +126,9 @@ class VAE(keras.Model):
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         z_mean, z_log_var, reconstruction = y_pred
-        reconstruction_loss = ops.mean(ops.sum(keras.losses.binary_crossentropy(x[0], reconstruction), axis=(1, 2)))
+        reconstruction_loss = ops.mean(
+            ops.sum(keras.losses.binary_crossentropy(x[0], reconstruction), axis=(1, 2))
+        )
         kl_loss = -0.5 * (1 + z_log_var - ops.square(z_mean) - ops.exp(z_log_var))
         return reconstruction_loss + ops.mean(ops.sum(kl_loss, axis=1))
 
@@ -177,7 +190,11 @@ def test_vae_by_train_step():
 
     def theirs():
         model.compile(keras.optimizers.SGD(0.1), jit_compile=False)
-        return {"loss": model.fit(tf.data.Dataset.from_tensors(tuple(data)), verbose=0).history["loss"][-1]}
+        return {
+            "loss": model.fit(tf.data.Dataset.from_tensors(tuple(data)), verbose=0).history["loss"][
+                -1
+            ]
+        }
 
     def total(batch):
         rows = tf.cast(tf.shape(batch[0])[0], tf.float32)
@@ -200,7 +217,9 @@ def _gan(batch_norm):
             layers.Dense(1),
         ]
     )
-    generator = keras.Sequential([layers.Input((3,)), layers.Dense(4 * 4 * 4), layers.Reshape((4, 4, 4))])
+    generator = keras.Sequential(
+        [layers.Input((3,)), layers.Dense(4 * 4 * 4), layers.Reshape((4, 4, 4))]
+    )
     if batch_norm:
         generator.add(layers.BatchNormalization())
     generator.add(layers.Conv2DTranspose(4, 4, strides=2, padding="same"))
@@ -223,7 +242,11 @@ class GAN(keras.Model):
         self.g_loss_metric = keras.metrics.Mean(name="g_loss")
 
     def train_step(self, real_images):
-        noise = self.noise if hasattr(self, "noise") else keras.random.normal((len(real_images), self.latent_dim))
+        noise = (
+            self.noise
+            if hasattr(self, "noise")
+            else keras.random.normal((len(real_images), self.latent_dim))
+        )
         generated_images = self.generator(noise)
         combined_images = ops.concatenate([generated_images, real_images], axis=0)
         size = ops.shape(real_images)[0]
@@ -231,7 +254,9 @@ class GAN(keras.Model):
         with tf.GradientTape() as tape:
             d_loss = self.loss_fn(labels, self.discriminator(combined_images))
         grads = tape.gradient(d_loss, self.discriminator.trainable_weights)
-        self.d_optimizer.apply_gradients(zip(grads, self.discriminator.trainable_weights, strict=True))
+        self.d_optimizer.apply_gradients(
+            zip(grads, self.discriminator.trainable_weights, strict=True)
+        )
         misleading_labels = ops.zeros((size, 1))
         with tf.GradientTape() as tape:
             g_loss = self.loss_fn(misleading_labels, self.discriminator(self.generator(noise)))
@@ -255,7 +280,9 @@ def test_gan_refused():
     gan.compile(keras.optimizers.Adam(), keras.optimizers.Adam(), loss_fn)
 
     def ours():
-        fa.Trainer(gan, "adam", gradient_accumulation_steps=2).fit(_images(8), batch_size=4, verbose=0)
+        fa.Trainer(gan, "adam", gradient_accumulation_steps=2).fit(
+            _images(8), batch_size=4, verbose=0
+        )
 
     return Steps(gan.trainable_variables, ours, ours)
 
@@ -280,7 +307,9 @@ def test_gan():
         combined = tf.concat([generator(noise), real], 0)
         size = tf.shape(real)[0]
         labels = tf.concat([tf.ones((size, 1)), tf.zeros((size, 1))], 0)
-        return tf.reduce_sum(per_row(labels, discriminator(combined))), tf.cast(2 * size, tf.float32)
+        return tf.reduce_sum(per_row(labels, discriminator(combined))), tf.cast(
+            2 * size, tf.float32
+        )
 
     def g_loss(noise):
         size = tf.shape(noise)[0]
@@ -307,7 +336,11 @@ def test_wgan_gp():
             layers.Dense(1),
         ]
     )
-    data = [tf.constant(_images(12)), tf.constant(_images(12, 1)), tf.random.stateless_normal((12, 1, 1, 1), [0, 1])]
+    data = [
+        tf.constant(_images(12)),
+        tf.constant(_images(12, 1)),
+        tf.random.stateless_normal((12, 1, 1, 1), [0, 1]),
+    ]
 
     def losses(batch):
         real, fake, alpha = batch
@@ -325,7 +358,9 @@ def test_wgan_gp():
         return {"loss": _by_hand(mean, critic.trainable_variables, keras.optimizers.SGD(0.1), data)}
 
     def ours():
-        total = lambda batch: (tf.reduce_sum(losses(batch)), tf.cast(tf.shape(batch[0])[0], tf.float32))  # noqa: E731
+        def total(batch):
+            return tf.reduce_sum(losses(batch)), tf.cast(tf.shape(batch[0])[0], tf.float32)
+
         step = fa.TrainStep(total, critic.trainable_variables, keras.optimizers.SGD(0.1))
         return {"loss": float(step(_stack(data, 3)).loss)}
 
@@ -337,7 +372,10 @@ class VectorQuantizer(layers.Layer):
         super().__init__(**kwargs)
         self.embedding_dim, self.num_embeddings, self.beta = embedding_dim, num_embeddings, beta
         self.embeddings = self.add_weight(
-            shape=(embedding_dim, num_embeddings), initializer="random_uniform", trainable=True, name="embeddings_vqvae"
+            shape=(embedding_dim, num_embeddings),
+            initializer="random_uniform",
+            trainable=True,
+            name="embeddings_vqvae",
         )
 
     def call(self, x):
@@ -353,7 +391,9 @@ class VectorQuantizer(layers.Layer):
     def get_code_indices(self, flattened_inputs):
         similarity = ops.matmul(flattened_inputs, self.embeddings)
         distances = (
-            ops.sum(flattened_inputs**2, axis=1, keepdims=True) + ops.sum(self.embeddings**2, axis=0) - 2 * similarity
+            ops.sum(flattened_inputs**2, axis=1, keepdims=True)
+            + ops.sum(self.embeddings**2, axis=0)
+            - 2 * similarity
         )
         return ops.argmin(distances, axis=1)
 
@@ -394,9 +434,13 @@ class PixelConvLayer(layers.Layer):
 @row(FAMILY, "PixelCNN: masked convolutions that assign their kernel in call")
 def test_pixelcnn():
     inputs = keras.Input(shape=(8, 8, 1))
-    x = PixelConvLayer(mask_type="A", filters=4, kernel_size=5, activation="relu", padding="same")(inputs)
+    x = PixelConvLayer(mask_type="A", filters=4, kernel_size=5, activation="relu", padding="same")(
+        inputs
+    )
     h = layers.Conv2D(filters=4, kernel_size=1, activation="relu")(x)
-    h = PixelConvLayer(mask_type="B", filters=4, kernel_size=3, activation="relu", padding="same")(h)
+    h = PixelConvLayer(mask_type="B", filters=4, kernel_size=3, activation="relu", padding="same")(
+        h
+    )
     x = layers.add([x, h])
     out = layers.Conv2D(1, kernel_size=1, activation="sigmoid", padding="valid")(x)
     x = np.round(_images(10))
@@ -411,7 +455,9 @@ class Distiller(keras.Model):
         self.teacher = teacher
         self.student = student
 
-    def compile(self, optimizer, metrics, student_loss_fn, distillation_loss_fn, alpha=0.1, temperature=3):
+    def compile(
+        self, optimizer, metrics, student_loss_fn, distillation_loss_fn, alpha=0.1, temperature=3
+    ):
         super().compile(optimizer=optimizer, metrics=metrics, jit_compile=False)
         self.student_loss_fn = student_loss_fn
         self.distillation_loss_fn = distillation_loss_fn
@@ -422,7 +468,8 @@ class Distiller(keras.Model):
         teacher_pred = self.teacher(x, training=False)
         student_loss = self.student_loss_fn(y, y_pred)
         distillation_loss = self.distillation_loss_fn(
-            ops.softmax(teacher_pred / self.temperature, axis=1), ops.softmax(y_pred / self.temperature, axis=1)
+            ops.softmax(teacher_pred / self.temperature, axis=1),
+            ops.softmax(y_pred / self.temperature, axis=1),
         ) * (self.temperature**2)
         return self.alpha * student_loss + (1 - self.alpha) * distillation_loss
 
@@ -462,13 +509,21 @@ def test_distillation():
 
     def theirs():
         distiller.compile(optimizer=keras.optimizers.SGD(0.1), **options)
-        return {k: v[-1] for k, v in distiller.fit(x, y, batch_size=10, shuffle=False, verbose=0).history.items()}
+        return {
+            k: v[-1]
+            for k, v in distiller.fit(x, y, batch_size=10, shuffle=False, verbose=0).history.items()
+        }
 
     def ours():
         distiller.compile(optimizer=keras.optimizers.SGD(0.1), **options)
         metrics = [keras.metrics.SparseCategoricalAccuracy()]
-        trainer = fa.Trainer(distiller, keras.optimizers.SGD(0.1), metrics=metrics, gradient_accumulation_steps=4)
-        return {k: v[-1] for k, v in trainer.fit(x, y, batch_size=3, shuffle=False, verbose=0).history.items()}
+        trainer = fa.Trainer(
+            distiller, keras.optimizers.SGD(0.1), metrics=metrics, gradient_accumulation_steps=4
+        )
+        return {
+            k: v[-1]
+            for k, v in trainer.fit(x, y, batch_size=3, shuffle=False, verbose=0).history.items()
+        }
 
     return Steps(distiller.trainable_variables, ours, theirs)
 
@@ -481,7 +536,9 @@ class OldDistiller(Distiller):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self.student(x, training=True))
         gradients = tape.gradient(loss, self.student.trainable_variables)
-        self.optimizer.apply_gradients(zip(gradients, self.student.trainable_variables, strict=True))
+        self.optimizer.apply_gradients(
+            zip(gradients, self.student.trainable_variables, strict=True)
+        )
         return {"loss": loss}
 
 
@@ -521,7 +578,9 @@ class SiameseModel(keras.Model):
 
     def call(self, inputs):
         anchor, positive, negative = (self.embedding(each) for each in inputs)
-        return ops.sum(ops.square(anchor - positive), -1), ops.sum(ops.square(anchor - negative), -1)
+        return ops.sum(ops.square(anchor - positive), -1), ops.sum(
+            ops.square(anchor - negative), -1
+        )
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         ap_distance, an_distance = y_pred
@@ -530,13 +589,21 @@ class SiameseModel(keras.Model):
 
 @row(FAMILY, "siamese network with a triplet loss: compute_loss, no y")
 def test_siamese_triplet():
-    return Case(SiameseModel(_embedding_model()), [_images(10, s) for s in range(3)], micro_batches=4)
+    return Case(
+        SiameseModel(_embedding_model()), [_images(10, s) for s in range(3)], micro_batches=4
+    )
 
 
-@row(FAMILY, "siamese network with a triplet loss: distances as the output, a loss that ignores y", quick=True)
+@row(
+    FAMILY,
+    "siamese network with a triplet loss: distances as the output, a loss that ignores y",
+    quick=True,
+)
 def test_siamese_distances():
     embedding = _embedding_model()
-    anchor, positive, negative = (layers.Input((8, 8, 1), name=n) for n in ("anchor", "positive", "negative"))
+    anchor, positive, negative = (
+        layers.Input((8, 8, 1), name=n) for n in ("anchor", "positive", "negative")
+    )
     a, p, n = embedding(anchor), embedding(positive), embedding(negative)
     distances = ops.stack([ops.sum(ops.square(a - p), -1), ops.sum(ops.square(a - n), -1)], -1)
     model = keras.Model([anchor, positive, negative], distances)
@@ -552,7 +619,9 @@ def test_siamese_distances():
 def test_siamese_contrastive():
     embedding = _embedding_model()
     left, right = layers.Input((8, 8, 1)), layers.Input((8, 8, 1))
-    distance = ops.sqrt(ops.sum(ops.square(embedding(left) - embedding(right)), axis=1, keepdims=True) + 1e-7)
+    distance = ops.sqrt(
+        ops.sum(ops.square(embedding(left) - embedding(right)), axis=1, keepdims=True) + 1e-7
+    )
     model = keras.Model([left, right], layers.Dense(1, activation="sigmoid")(distance))
 
     def contrastive_loss(y_true, y_pred):
@@ -561,7 +630,14 @@ def test_siamese_contrastive():
         return (1 - y_true) * square_pred + y_true * margin_square
 
     y = (np.arange(10) % 2).astype("float32")[:, None]
-    return Case(model, [_images(10), _images(10, 1)], y, loss=contrastive_loss, metrics=["accuracy"], micro_batches=4)
+    return Case(
+        model,
+        [_images(10), _images(10, 1)],
+        y,
+        loss=contrastive_loss,
+        metrics=["accuracy"],
+        micro_batches=4,
+    )
 
 
 class EmbeddingModel(keras.Model):
@@ -577,7 +653,9 @@ class EmbeddingModel(keras.Model):
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         sparse_labels = ops.arange(ops.shape(y_pred)[0])
-        return ops.mean(keras.losses.sparse_categorical_crossentropy(sparse_labels, y_pred, from_logits=True))
+        return ops.mean(
+            keras.losses.sparse_categorical_crossentropy(sparse_labels, y_pred, from_logits=True)
+        )
 
 
 @row(
@@ -586,7 +664,9 @@ class EmbeddingModel(keras.Model):
     note="The loss compares the rows of a micro-batch with each other. Compared with a loop over micro-batches.",
 )
 def test_metric_learning():
-    return Case(EmbeddingModel(_embedding_model()), [_images(8), _images(8, 1)], by_micro_batch=True)
+    return Case(
+        EmbeddingModel(_embedding_model()), [_images(8), _images(8, 1)], by_micro_batch=True
+    )
 
 
 class SimCLR(EmbeddingModel):
@@ -594,7 +674,9 @@ class SimCLR(EmbeddingModel):
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         contrastive_labels = ops.arange(ops.shape(y_pred)[0])
-        loss_1_2 = keras.losses.sparse_categorical_crossentropy(contrastive_labels, y_pred, from_logits=True)
+        loss_1_2 = keras.losses.sparse_categorical_crossentropy(
+            contrastive_labels, y_pred, from_logits=True
+        )
         loss_2_1 = keras.losses.sparse_categorical_crossentropy(
             contrastive_labels, ops.transpose(y_pred), from_logits=True
         )
@@ -607,7 +689,12 @@ class SimCLR(EmbeddingModel):
     note="The loss compares the rows of a micro-batch with each other. Compared with a loop over micro-batches.",
 )
 def test_simclr():
-    return Case(SimCLR(_embedding_model()), [_images(12), _images(12, 1)], micro_batches=3, by_micro_batch=True)
+    return Case(
+        SimCLR(_embedding_model()),
+        [_images(12), _images(12, 1)],
+        micro_batches=3,
+        by_micro_batch=True,
+    )
 
 
 @row(
@@ -627,18 +714,26 @@ def test_supervised_contrastive():
             logits = ops.divide(ops.matmul(normalized, ops.transpose(normalized)), self.temperature)
             labels = ops.cast(ops.equal(labels, ops.transpose(labels)), "float32")
             return ops.mean(
-                keras.losses.categorical_crossentropy(labels / ops.sum(labels, -1, keepdims=True), logits, True)
+                keras.losses.categorical_crossentropy(
+                    labels / ops.sum(labels, -1, keepdims=True), logits, True
+                )
             )
 
     y = (np.arange(8) % 2)[:, None]
     return Case(_embedding_model(), _images(8), y, loss=SupervisedContrastiveLoss(0.05))
 
 
-@row("keras.io: reinforcement learning", "actor-critic: an episode's returns by TrainStep", quick=True)
+@row(
+    "keras.io: reinforcement learning",
+    "actor-critic: an episode's returns by TrainStep",
+    quick=True,
+)
 def test_actor_critic():
     inputs = layers.Input(shape=(4,))
     common = layers.Dense(16, activation="relu")(inputs)
-    model = keras.Model(inputs, [layers.Dense(2, activation="softmax")(common), layers.Dense(1)(common)])
+    model = keras.Model(
+        inputs, [layers.Dense(2, activation="softmax")(common), layers.Dense(1)(common)]
+    )
     rng = np.random.default_rng(0)
     states = tf.constant(rng.normal(size=(12, 4)), tf.float32)
     actions = tf.constant(rng.integers(0, 2, 12), tf.int32)
@@ -666,7 +761,8 @@ def test_actor_critic():
         log_prob = tf.math.log(tf.gather(action_probs, action, batch_dims=1))
         actor = -log_prob * (ret - value)
         critic = keras.losses.huber(value[:, None], ret[:, None])
-        return tf.reduce_sum(actor + critic), tf.constant(1.0 / 4)  # a sum: the micro-batches' shares make 1
+        # a sum: the micro-batches' shares make 1
+        return tf.reduce_sum(actor + critic), tf.constant(1.0 / 4)
 
     def ours():
         step = fa.TrainStep(episode, model.trainable_variables, keras.optimizers.SGD(0.01))
@@ -675,7 +771,10 @@ def test_actor_critic():
     return Steps(model.trainable_variables, ours, theirs)
 
 
-@row("keras.io: reinforcement learning", "deep Q-learning: masked Q-values, Huber, clipnorm, by TrainStep")
+@row(
+    "keras.io: reinforcement learning",
+    "deep Q-learning: masked Q-values, Huber, clipnorm, by TrainStep",
+)
 def test_deep_q_learning():
     def q_model():
         return keras.Sequential(

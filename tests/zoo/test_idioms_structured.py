@@ -40,7 +40,10 @@ def test_wide_and_deep():
         cross = x0 * layers.Dense(x0.shape[-1])(cross) + cross
     deep = layers.Dense(8, activation="relu")(layers.Dense(8, activation="relu")(x0))
     wide = layers.concatenate(
-        [layers.CategoryEncoding(size, output_mode="one_hot")(inputs[name]) for name, size in CATEGORIES.items()]
+        [
+            layers.CategoryEncoding(size, output_mode="one_hot")(inputs[name])
+            for name, size in CATEGORIES.items()
+        ]
     )
     outputs = layers.Dense(1, activation="sigmoid")(layers.concatenate([wide, cross, deep]))
     x, y, weight = _census()
@@ -109,7 +112,9 @@ def _feature_space():
 def test_feature_space():
     feature_space, dataset, _, _ = _feature_space()
     x = layers.Dense(8, activation="relu")(feature_space.get_encoded_features())
-    model = keras.Model(feature_space.get_encoded_features(), layers.Dense(1, activation="sigmoid")(x))
+    model = keras.Model(
+        feature_space.get_encoded_features(), layers.Dense(1, activation="sigmoid")(x)
+    )
 
     def preprocessed(size):
         return dataset.batch(size).map(lambda x, y: (feature_space(x), y)).prefetch(1)
@@ -119,7 +124,9 @@ def test_feature_space():
         return {k: v[-1] for k, v in model.fit(preprocessed(10), verbose=0).history.items()}
 
     def ours():
-        trainer = fa.Trainer(model, "sgd", "binary_crossentropy", ["accuracy"], gradient_accumulation_steps=3)
+        trainer = fa.Trainer(
+            model, "sgd", "binary_crossentropy", ["accuracy"], gradient_accumulation_steps=3
+        )
         return {k: v[-1] for k, v in trainer.fit(preprocessed(4), verbose=0).history.items()}
 
     return Steps(model.trainable_variables, ours, theirs)
@@ -195,12 +202,19 @@ class NeuralDecisionTree(keras.Model):
         super().__init__()
         self.depth, self.num_leaves, self.num_classes = depth, 2**depth, num_classes
         one_hot = np.eye(num_features)
-        sampled = np.random.choice(np.arange(num_features), int(num_features * used_features_rate), replace=False)
+        sampled = np.random.choice(
+            np.arange(num_features), int(num_features * used_features_rate), replace=False
+        )
         self.used_features_mask = ops.convert_to_tensor(one_hot[sampled], dtype="float32")
         self.pi = self.add_weight(
-            initializer="random_normal", shape=[self.num_leaves, num_classes], dtype="float32", trainable=True
+            initializer="random_normal",
+            shape=[self.num_leaves, num_classes],
+            dtype="float32",
+            trainable=True,
         )
-        self.decision_fn = layers.Dense(units=self.num_leaves, activation="sigmoid", name="decision")
+        self.decision_fn = layers.Dense(
+            units=self.num_leaves, activation="sigmoid", name="decision"
+        )
 
     def call(self, features):
         batch_size = ops.shape(features)[0]
@@ -231,7 +245,8 @@ def test_decision_forest():
             super().__init__()
             self.num_classes = num_classes
             self.ensemble = [
-                NeuralDecisionTree(depth, num_features, used_features_rate, num_classes) for _ in range(num_trees)
+                NeuralDecisionTree(depth, num_features, used_features_rate, num_classes)
+                for _ in range(num_trees)
             ]
 
         def call(self, inputs):
@@ -251,7 +266,11 @@ def test_decision_forest():
     return Case(model, x, y, loss=loss, metrics=metrics, micro_batches=4)
 
 
-@row(FAMILY, "collaborative filtering: a subclassed model, columns of one input, embeddings_regularizer", quick=True)
+@row(
+    FAMILY,
+    "collaborative filtering: a subclassed model, columns of one input, embeddings_regularizer",
+    quick=True,
+)
 def test_collaborative_filtering():
     class RecommenderNet(keras.Model):
         def __init__(self, num_users, num_movies, embedding_size, **kwargs):
@@ -264,7 +283,10 @@ def test_collaborative_filtering():
             self.movie_bias = layers.Embedding(num_movies, 1)
 
         def call(self, inputs):
-            user_vector, movie_vector = self.user_embedding(inputs[:, 0]), self.movie_embedding(inputs[:, 1])
+            user_vector, movie_vector = (
+                self.user_embedding(inputs[:, 0]),
+                self.movie_embedding(inputs[:, 1]),
+            )
             x = ops.sum(user_vector * movie_vector, -1, keepdims=True)
             x = x + self.user_bias(inputs[:, 0]) + self.movie_bias(inputs[:, 1])
             return ops.nn.sigmoid(x)
@@ -272,7 +294,9 @@ def test_collaborative_filtering():
     rng = np.random.default_rng(0)
     x = np.stack([rng.integers(0, 6, 11), rng.integers(0, 8, 11)], 1)
     y = rng.random(11).astype("float32")
-    return Case(RecommenderNet(6, 8, 4), x, y, loss=keras.losses.BinaryCrossentropy(), micro_batches=4)
+    return Case(
+        RecommenderNet(6, 8, 4), x, y, loss=keras.losses.BinaryCrossentropy(), micro_batches=4
+    )
 
 
 @row(
@@ -289,22 +313,36 @@ def test_collaborative_filtering_tensordot():
             self.movie_bias = layers.Embedding(8, 1)
 
         def call(self, inputs):
-            user_vector, movie_vector = self.user_embedding(inputs[:, 0]), self.movie_embedding(inputs[:, 1])
-            return ops.nn.sigmoid(ops.tensordot(user_vector, movie_vector, 2) + self.movie_bias(inputs[:, 1]))
+            user_vector, movie_vector = (
+                self.user_embedding(inputs[:, 0]),
+                self.movie_embedding(inputs[:, 1]),
+            )
+            return ops.nn.sigmoid(
+                ops.tensordot(user_vector, movie_vector, 2) + self.movie_bias(inputs[:, 1])
+            )
 
     rng = np.random.default_rng(0)
     x = np.stack([rng.integers(0, 6, 12), rng.integers(0, 8, 12)], 1)
     y = rng.random(12).astype("float32")[:, None]
-    return Case(RecommenderNet(), x, y, loss="binary_crossentropy", micro_batches=3, by_micro_batch=True)
+    return Case(
+        RecommenderNet(), x, y, loss="binary_crossentropy", micro_batches=3, by_micro_batch=True
+    )
 
 
 @row(FAMILY, "imbalanced classification: class_weight, metrics of confusion")
 def test_imbalanced():
     model = keras.Sequential(
-        [keras.Input((6,)), layers.Dense(8, activation="relu"), layers.Dense(1, activation="sigmoid")]
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="relu"),
+            layers.Dense(1, activation="sigmoid"),
+        ]
     )
     rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(11, 6)).astype("float32"), (np.arange(11) % 4 == 0).astype("uint8")[:, None]
+    x, y = (
+        rng.normal(size=(11, 6)).astype("float32"),
+        (np.arange(11) % 4 == 0).astype("uint8")[:, None],
+    )
     metrics = [
         keras.metrics.FalseNegatives(name="fn"),
         keras.metrics.TruePositives(name="tp"),
@@ -318,8 +356,14 @@ def test_imbalanced():
 def _graph(nodes=9, features=5):
     rng = np.random.default_rng(0)
     # Each node has an edge to itself.
-    edges = np.concatenate([rng.integers(0, nodes, (2, 12)), [np.arange(nodes)] * 2], 1).astype("int32")
-    return rng.random((nodes, features)).astype("float32"), edges, np.ones(edges.shape[1], "float32")
+    edges = np.concatenate([rng.integers(0, nodes, (2, 12)), [np.arange(nodes)] * 2], 1).astype(
+        "int32"
+    )
+    return (
+        rng.random((nodes, features)).astype("float32"),
+        edges,
+        np.ones(edges.shape[1], "float32"),
+    )
 
 
 class GraphConvLayer(layers.Layer):
@@ -342,7 +386,10 @@ class GNNNodeClassifier(keras.Model):
     def __init__(self, graph_info, num_classes, hidden_units, aggregation_type):
         super().__init__()
         node_features, edges, edge_weights = graph_info
-        self.node_features, self.edges = ops.convert_to_tensor(node_features), ops.convert_to_tensor(edges)
+        self.node_features, self.edges = (
+            ops.convert_to_tensor(node_features),
+            ops.convert_to_tensor(edges),
+        )
         self.edge_weights = ops.convert_to_tensor(edge_weights / edge_weights.sum())
         self.preprocess = layers.Dense(hidden_units, "gelu")
         self.conv1 = GraphConvLayer(hidden_units, aggregation_type)
@@ -356,7 +403,10 @@ class GNNNodeClassifier(keras.Model):
         return self.compute_logits(ops.take(x, input_node_indices, axis=0))
 
 
-@row(FAMILY, "graph neural network: the graph a property of the model, segment sums, node indices as x")
+@row(
+    FAMILY,
+    "graph neural network: the graph a property of the model, segment sums, node indices as x",
+)
 def test_gnn_citations():
     model = GNNNodeClassifier(_graph(), 3, 6, "sum")
     x, y = np.array([0, 3, 8, 1, 4, 4, 7]), np.arange(7) % 3
@@ -381,8 +431,12 @@ def test_gat():
             self.units = units
 
         def build(self, input_shape):
-            self.kernel = self.add_weight(shape=(input_shape[0][-1], self.units), initializer="glorot_uniform")
-            self.kernel_attention = self.add_weight(shape=(self.units * 2, 1), initializer="glorot_uniform")
+            self.kernel = self.add_weight(
+                shape=(input_shape[0][-1], self.units), initializer="glorot_uniform"
+            )
+            self.kernel_attention = self.add_weight(
+                shape=(self.units * 2, 1), initializer="glorot_uniform"
+            )
 
         def call(self, inputs):
             node_states, edges = inputs
@@ -391,15 +445,22 @@ def test_gat():
             expanded = ops.reshape(expanded, (ops.shape(edges)[0], -1))
             scores = ops.squeeze(ops.leaky_relu(ops.matmul(expanded, self.kernel_attention)), -1)
             scores = ops.exp(ops.clip(scores, -2, 2))
-            sums = tf.math.unsorted_segment_sum(scores, edges[:, 0], num_segments=ops.shape(node_states)[0])
+            sums = tf.math.unsorted_segment_sum(
+                scores, edges[:, 0], num_segments=ops.shape(node_states)[0]
+            )
             norm = scores / tf.gather(sums, edges[:, 0])
             neighbours = tf.gather(transformed, edges[:, 1]) * norm[:, None]
-            return tf.math.unsorted_segment_sum(neighbours, edges[:, 0], num_segments=ops.shape(node_states)[0])
+            return tf.math.unsorted_segment_sum(
+                neighbours, edges[:, 0], num_segments=ops.shape(node_states)[0]
+            )
 
     class GraphAttentionNetwork(keras.Model):
         def __init__(self, node_states, edges):
             super().__init__()
-            self.node_states, self.edges = ops.convert_to_tensor(node_states), ops.convert_to_tensor(edges)
+            self.node_states, self.edges = (
+                ops.convert_to_tensor(node_states),
+                ops.convert_to_tensor(edges),
+            )
             self.preprocess = layers.Dense(6, activation="relu")
             self.attention_layers = [GraphAttention(6) for _ in range(2)]
             self.output_layer = layers.Dense(3)
@@ -413,7 +474,14 @@ def test_gat():
     nodes, edges, _ = _graph()
     x, y = np.array([0, 3, 8, 1, 4, 4, 7]), np.arange(7) % 3
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return Case(GraphAttentionNetwork(nodes, edges.T.copy()), x, y, loss=loss, metrics=["acc"], micro_batches=3)
+    return Case(
+        GraphAttentionNetwork(nodes, edges.T.copy()),
+        x,
+        y,
+        loss=loss,
+        metrics=["acc"],
+        micro_batches=3,
+    )
 
 
 @row(FAMILY, "message passing over molecules of fixed size: edge networks, GRU, masked mean")
@@ -422,11 +490,15 @@ def test_message_passing():
         def __init__(self, units, bonds):
             super().__init__()
             self.units = units
-            self.kernel = self.add_weight(shape=(bonds, units * units), initializer="glorot_uniform", name="kernel")
+            self.kernel = self.add_weight(
+                shape=(bonds, units * units), initializer="glorot_uniform", name="kernel"
+            )
 
         def call(self, inputs):
             atoms, bonds, pairs = inputs
-            bonds = ops.reshape(ops.matmul(bonds, self.kernel), (-1, ops.shape(pairs)[1], self.units, self.units))
+            bonds = ops.reshape(
+                ops.matmul(bonds, self.kernel), (-1, ops.shape(pairs)[1], self.units, self.units)
+            )
             neighbours = tf.gather(atoms, pairs[..., 1], batch_dims=1)
             messages = ops.squeeze(ops.matmul(bonds, neighbours[..., None]), -1)
             target = ops.one_hot(pairs[..., 0], ops.shape(atoms)[1])
@@ -462,8 +534,13 @@ def test_message_passing():
     why="Make each molecule a row, padded to a fixed number of atoms, and flatten it within the model.",
 )
 def test_message_passing_merged_graphs():
-    atoms, indicator = keras.Input((4,), name="atoms"), keras.Input((), dtype="int32", name="indicator")
-    summed = layers.Lambda(lambda xs: tf.math.segment_sum(*xs), output_shape=(4,))([atoms, indicator])
+    atoms, indicator = (
+        keras.Input((4,), name="atoms"),
+        keras.Input((), dtype="int32", name="indicator"),
+    )
+    summed = layers.Lambda(lambda xs: tf.math.segment_sum(*xs), output_shape=(4,))(
+        [atoms, indicator]
+    )
     model = keras.Model({"atoms": atoms, "indicator": indicator}, layers.Dense(1)(summed))
     rng = np.random.default_rng(0)
 
@@ -472,7 +549,10 @@ def test_message_passing_merged_graphs():
             return 2
 
         def __getitem__(self, index):
-            x = {"atoms": rng.random((12, 4)).astype("float32"), "indicator": np.repeat(np.arange(3), 4)}
+            x = {
+                "atoms": rng.random((12, 4)).astype("float32"),
+                "indicator": np.repeat(np.arange(3), 4),
+            }
             return x, rng.random((3, 1)).astype("float32")
 
     def ours():
@@ -500,7 +580,9 @@ def test_timeseries_transformer():
     x = layers.Conv1D(filters=4, kernel_size=1, activation="relu")(res)
     x = layers.LayerNormalization(epsilon=1e-6)(layers.Conv1D(filters=3, kernel_size=1)(x)) + res
     x = layers.GlobalAveragePooling1D(data_format="channels_last")(x)
-    model = keras.Model(inputs, layers.Dense(2, activation="softmax")(layers.Dense(6, activation="relu")(x)))
+    model = keras.Model(
+        inputs, layers.Dense(2, activation="softmax")(layers.Dense(6, activation="relu")(x))
+    )
     y = np.arange(10) % 2
     loss, metrics = "sparse_categorical_crossentropy", ["sparse_categorical_accuracy"]
     return Case(model, _series(), y, loss=loss, metrics=metrics, micro_batches=4)
@@ -521,7 +603,14 @@ def test_wavenet():
     x = layers.Conv1D(4, 1, activation="relu")(layers.Activation("relu")(layers.add(skips)))
     model = keras.Model(inputs, layers.Conv1D(5, 1, activation="softmax")(x))
     y = np.random.default_rng(1).integers(0, 5, (10, 12))
-    return Case(model, _series(), y, loss="sparse_categorical_crossentropy", metrics=["accuracy"], micro_batches=4)
+    return Case(
+        model,
+        _series(),
+        y,
+        loss="sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        micro_batches=4,
+    )
 
 
 @row(FAMILY, "N-BEATS: backcast and forecast blocks in doubly residual stacks")
@@ -548,7 +637,9 @@ def test_n_beats():
         residuals = layers.subtract([residuals, backcast])
         forecast = layers.add([forecast, block_forecast])
     x = _series()
-    return Case(keras.Model(inputs, forecast), x[..., 0], x[:, :2, 1], loss="mae", metrics=["mae", "mse"])
+    return Case(
+        keras.Model(inputs, forecast), x[..., 0], x[:, :2, 1], loss="mae", metrics=["mae", "mse"]
+    )
 
 
 @row(FAMILY, "weather forecasting: LSTM over windows of timeseries_dataset_from_array")
@@ -575,7 +666,9 @@ def test_weather_forecasting():
 
 @row(FAMILY, "traffic forecasting: graph convolution and LSTM, adjacency as a constant")
 def test_traffic_forecasting():
-    adjacency = ops.convert_to_tensor((np.random.default_rng(0).random((4, 4)) > 0.5).astype("float32"))
+    adjacency = ops.convert_to_tensor(
+        (np.random.default_rng(0).random((4, 4)) > 0.5).astype("float32")
+    )
 
     class LSTMGC(layers.Layer):
         def __init__(self):
@@ -591,7 +684,9 @@ def test_traffic_forecasting():
 
     inputs = keras.Input((6, 4, 1))
     x = np.random.default_rng(0).random((10, 8, 4, 1)).astype("float32")
-    return Case(keras.Model(inputs, LSTMGC()(inputs)), x[:, :6], x[:, 6:, :, 0], loss="mse", micro_batches=4)
+    return Case(
+        keras.Model(inputs, LSTMGC()(inputs)), x[:, :6], x[:, 6:, :, 0], loss="mse", micro_batches=4
+    )
 
 
 @row(FAMILY, "anomaly detection: Conv1D autoencoder, x is y")
@@ -618,7 +713,10 @@ def test_antirectifier():
         def build(self, input_shape):
             output_dim = input_shape[-1]
             self.kernel = self.add_weight(
-                shape=(output_dim * 2, output_dim), initializer=self.initializer, name="kernel", trainable=True
+                shape=(output_dim * 2, output_dim),
+                initializer=self.initializer,
+                name="kernel",
+                trainable=True,
             )
 
         def call(self, inputs):
@@ -637,7 +735,9 @@ def test_antirectifier():
 def test_node2vec():
     inputs = {"target": layers.Input((), dtype="int32"), "context": layers.Input((), dtype="int32")}
     embed = layers.Embedding(9, 5, embeddings_initializer="he_normal", embeddings_regularizer="l2")
-    logits = layers.Dot(axes=1, normalize=False)([embed(inputs["target"]), embed(inputs["context"])])
+    logits = layers.Dot(axes=1, normalize=False)(
+        [embed(inputs["target"]), embed(inputs["context"])]
+    )
     rng = np.random.default_rng(0)
     x = {name: rng.integers(0, 9, 13).astype("int32") for name in inputs}
     y, weight = rng.integers(0, 2, 13).astype("float32"), rng.random(13).astype("float32")

@@ -40,14 +40,18 @@ class TransformerEncoder(layers.Layer):
     def __init__(self, embed_dim, dense_dim, num_heads, **kwargs):
         super().__init__(**kwargs)
         self.attention = layers.MultiHeadAttention(num_heads=num_heads, key_dim=embed_dim)
-        self.dense_proj = keras.Sequential([layers.Dense(dense_dim, activation="relu"), layers.Dense(embed_dim)])
+        self.dense_proj = keras.Sequential(
+            [layers.Dense(dense_dim, activation="relu"), layers.Dense(embed_dim)]
+        )
         self.layernorm_1 = layers.LayerNormalization()
         self.layernorm_2 = layers.LayerNormalization()
         self.supports_masking = True
 
     def call(self, inputs, mask=None):
         padding_mask = None if mask is None else ops.cast(mask[:, None, :], dtype="int32")
-        attention_output = self.attention(query=inputs, value=inputs, key=inputs, attention_mask=padding_mask)
+        attention_output = self.attention(
+            query=inputs, value=inputs, key=inputs, attention_mask=padding_mask
+        )
         proj_input = self.layernorm_1(inputs + attention_output)
         return self.layernorm_2(proj_input + self.dense_proj(proj_input))
 
@@ -57,7 +61,9 @@ class TransformerDecoder(layers.Layer):
         super().__init__(**kwargs)
         self.attention_1 = layers.MultiHeadAttention(num_heads=num_heads, key_dim=embed_dim)
         self.attention_2 = layers.MultiHeadAttention(num_heads=num_heads, key_dim=embed_dim)
-        self.dense_proj = keras.Sequential([layers.Dense(latent_dim, activation="relu"), layers.Dense(embed_dim)])
+        self.dense_proj = keras.Sequential(
+            [layers.Dense(latent_dim, activation="relu"), layers.Dense(embed_dim)]
+        )
         self.layernorm_1 = layers.LayerNormalization()
         self.layernorm_2 = layers.LayerNormalization()
         self.layernorm_3 = layers.LayerNormalization()
@@ -68,7 +74,11 @@ class TransformerDecoder(layers.Layer):
         causal_mask = self.get_causal_attention_mask(inputs)
         inputs_padding_mask, encoder_outputs_padding_mask = (None, None) if mask is None else mask
         attention_output_1 = self.attention_1(
-            query=inputs, value=inputs, key=inputs, attention_mask=causal_mask, query_mask=inputs_padding_mask
+            query=inputs,
+            value=inputs,
+            key=inputs,
+            attention_mask=causal_mask,
+            query_mask=inputs_padding_mask,
         )
         out_1 = self.layernorm_1(inputs + attention_output_1)
         attention_output_2 = self.attention_2(
@@ -101,7 +111,9 @@ def _translator(vocabulary=17, length=6, embed_dim=8):
     x = layers.Dropout(0.0)(x)
     decoder_outputs = layers.Dense(vocabulary, activation="softmax")(x)
     del encoded_seq_inputs
-    return keras.Model({"encoder_inputs": encoder_inputs, "decoder_inputs": decoder_inputs}, decoder_outputs)
+    return keras.Model(
+        {"encoder_inputs": encoder_inputs, "decoder_inputs": decoder_inputs}, decoder_outputs
+    )
 
 
 @row(FAMILY, "translation: sequence-to-sequence Transformer, padding masks", mixed=True, fused=True)
@@ -128,7 +140,14 @@ def test_bidirectional_lstm():
     model = keras.Model(inputs, layers.Dense(1, activation="sigmoid")(x))
     x = _padded_tokens(10, 7, 30)
     y = np.arange(10) % 3 == 0
-    return Case(model, x, y.astype("float32"), loss="binary_crossentropy", metrics=["accuracy"], micro_batches=4)
+    return Case(
+        model,
+        x,
+        y.astype("float32"),
+        loss="binary_crossentropy",
+        metrics=["accuracy"],
+        micro_batches=4,
+    )
 
 
 def _by_padded_batches(length):
@@ -140,7 +159,9 @@ def _by_padded_batches(length):
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
 
     def batches(size):
-        sentences = tf.data.Dataset.from_tensor_slices((tf.RaggedTensor.from_tensor(tokens, padding=0), y))
+        sentences = tf.data.Dataset.from_tensor_slices(
+            (tf.RaggedTensor.from_tensor(tokens, padding=0), y)
+        )
         dense = sentences.map(lambda x, y: (tf.convert_to_tensor(x), y))
         return dense.padded_batch(size, padded_shapes=([length], [1]))
 
@@ -187,7 +208,11 @@ def test_transformer_block():
     )
 
 
-@row(FAMILY, "lstm_seq2seq: LSTM(return_state=True) into the decoder's initial_state, mask_zero on both sides")
+@row(
+    FAMILY,
+    "lstm_seq2seq: LSTM(return_state=True) into the decoder's initial_state, mask_zero on both "
+    "sides",
+)
 def test_lstm_seq2seq():
     encoder_inputs = keras.Input(shape=(None,), dtype="int32")
     encoded = layers.Embedding(11, 6, mask_zero=True)(encoder_inputs)
@@ -227,7 +252,12 @@ def test_addition_rnn():
     return Case(model, x, y, loss="categorical_crossentropy", metrics=["accuracy"], micro_batches=2)
 
 
-@row(FAMILY, "miniature GPT: outputs [logits, features], loss=[fn, None], one y", quick=True, fused=True)
+@row(
+    FAMILY,
+    "miniature GPT: outputs [logits, features], loss=[fn, None], one y",
+    quick=True,
+    fused=True,
+)
 def test_miniature_gpt():
     inputs = keras.Input(shape=(5,), dtype="int32")
     x = PositionalEmbedding(5, 12, 8)(inputs)
@@ -237,7 +267,14 @@ def test_miniature_gpt():
     model = keras.Model(inputs=inputs, outputs=[outputs, x])
     tokens = np.random.default_rng(0).integers(1, 12, (7, 6)).astype("int32")
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return Case(model, tokens[:, :-1], tokens[:, 1:], loss=[loss_fn, None], micro_batches=3, compare_logs=False)
+    return Case(
+        model,
+        tokens[:, :-1],
+        tokens[:, 1:],
+        loss=[loss_fn, None],
+        micro_batches=3,
+        compare_logs=False,
+    )
 
 
 class MaskedLanguageModel(keras.Model):
@@ -278,7 +315,9 @@ def _masked_language_model(model_class):
 def test_masked_language_model():
     x, y, weight = _masked_language_data()
     loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
-    return Case(_masked_language_model(keras.Model), x, y, sample_weight=weight, loss=loss, micro_batches=4)
+    return Case(
+        _masked_language_model(keras.Model), x, y, sample_weight=weight, loss=loss, micro_batches=4
+    )
 
 
 @row(
@@ -315,7 +354,9 @@ def _token_classifier(loss, **options):
 
 @row(FAMILY, "token classification: the same with the mask as sample_weight", fused=True)
 def test_non_padding_token_weights():
-    case = _token_classifier(keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"))
+    case = _token_classifier(
+        keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
+    )
     case.sample_weight = (case.y > 0).astype("float32")
     return case
 
@@ -330,11 +371,15 @@ def test_ignore_class():
 def _sentences(rows=10):
     words = ["good", "bad", "film", "plot", "actor", "great", "poor", "fine", "dull", "story"]
     rng = np.random.default_rng(0)
-    return [" ".join(rng.choice(words, 2 + i % 5)) for i in range(rows)], (np.arange(rows) % 2).astype("float32")
+    return [" ".join(rng.choice(words, 2 + i % 5)) for i in range(rows)], (
+        np.arange(rows) % 2
+    ).astype("float32")
 
 
 def _vectorizer():
-    vectorizer = layers.TextVectorization(max_tokens=20, output_mode="int", output_sequence_length=6)
+    vectorizer = layers.TextVectorization(
+        max_tokens=20, output_mode="int", output_sequence_length=6
+    )
     vectorizer.adapt(tf.constant(_sentences()[0]))
     return vectorizer
 
@@ -355,14 +400,22 @@ def test_vectorization_in_the_pipeline():
 
     def dataset(size):
         raw = tf.data.Dataset.from_tensor_slices((texts, labels)).batch(size)
-        return raw.map(lambda text, label: (vectorizer(tf.expand_dims(text, -1)), label)).cache().prefetch(1)
+        return (
+            raw.map(lambda text, label: (vectorizer(tf.expand_dims(text, -1)), label))
+            .cache()
+            .prefetch(1)
+        )
 
     def theirs():
-        model.compile(loss="binary_crossentropy", optimizer="sgd", metrics=["accuracy"], jit_compile=False)
+        model.compile(
+            loss="binary_crossentropy", optimizer="sgd", metrics=["accuracy"], jit_compile=False
+        )
         return {k: v[-1] for k, v in model.fit(dataset(10), verbose=0).history.items()}
 
     def ours():
-        trainer = fa.Trainer(model, "sgd", "binary_crossentropy", ["accuracy"], gradient_accumulation_steps=3)
+        trainer = fa.Trainer(
+            model, "sgd", "binary_crossentropy", ["accuracy"], gradient_accumulation_steps=3
+        )
         return {k: v[-1] for k, v in trainer.fit(dataset(4), verbose=0).history.items()}
 
     return Steps(model.trainable_variables, ours, theirs)
@@ -381,7 +434,9 @@ def _end_to_end_text_model():
 )
 def test_vectorization_in_the_model():
     texts, labels = _sentences()
-    return Case(_end_to_end_text_model(), tf.constant(texts)[:, None], labels, loss="binary_crossentropy")
+    return Case(
+        _end_to_end_text_model(), tf.constant(texts)[:, None], labels, loss="binary_crossentropy"
+    )
 
 
 @row(FAMILY, "text classification from scratch: TextVectorization in the model, jit_compile=False")
@@ -403,7 +458,9 @@ def test_fnet():
     class FNetEncoder(layers.Layer):
         def __init__(self, embed_dim, dense_dim, **kwargs):
             super().__init__(**kwargs)
-            self.dense_proj = keras.Sequential([layers.Dense(dense_dim, activation="relu"), layers.Dense(embed_dim)])
+            self.dense_proj = keras.Sequential(
+                [layers.Dense(dense_dim, activation="relu"), layers.Dense(embed_dim)]
+            )
             self.layernorm_1 = layers.LayerNormalization()
             self.layernorm_2 = layers.LayerNormalization()
 
@@ -417,7 +474,9 @@ def test_fnet():
     model = keras.Model(inputs, layers.Dense(20)(x))
     tokens = np.random.default_rng(0).integers(1, 20, (6, 9)).astype("int32")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return Case(model, tokens[:, :-1], tokens[:, 1:], loss=loss, metrics=["accuracy"], micro_batches=3)
+    return Case(
+        model, tokens[:, :-1], tokens[:, 1:], loss=loss, metrics=["accuracy"], micro_batches=3
+    )
 
 
 def _load_balanced_loss(router_probs, expert_mask):
@@ -440,11 +499,16 @@ class Router(layers.Layer):
         expert_mask = ops.one_hot(expert_index, self.num_experts)
         self.add_loss(_load_balanced_loss(router_probs, expert_mask))
         position_in_expert = ops.cast(ops.cumsum(expert_mask, axis=0) * expert_mask, "int32")
-        expert_mask *= ops.cast(ops.less(ops.cast(position_in_expert, "int32"), self.expert_capacity), "float32")
+        expert_mask *= ops.cast(
+            ops.less(ops.cast(position_in_expert, "int32"), self.expert_capacity), "float32"
+        )
         expert_mask_flat = ops.sum(expert_mask, axis=-1)
         expert_gate *= expert_mask_flat
         combined_tensor = ops.expand_dims(
-            expert_gate * expert_mask_flat * ops.squeeze(ops.one_hot(expert_index, self.num_experts), 1), -1
+            expert_gate
+            * expert_mask_flat
+            * ops.squeeze(ops.one_hot(expert_index, self.num_experts), 1),
+            -1,
         ) * ops.squeeze(ops.one_hot(position_in_expert, self.expert_capacity), 1)
         return ops.cast(combined_tensor, "float32"), combined_tensor
 
@@ -467,9 +531,12 @@ class Switch(layers.Layer):
         inputs = ops.reshape(inputs, [self.num_tokens_per_batch, self.embed_dim])
         dispatch_tensor, combine_tensor = self.router(inputs)
         expert_inputs = ops.einsum("ab,acd->cdb", inputs, dispatch_tensor)
-        expert_inputs = ops.reshape(expert_inputs, [self.num_experts, self.expert_capacity, self.embed_dim])
+        expert_inputs = ops.reshape(
+            expert_inputs, [self.num_experts, self.expert_capacity, self.embed_dim]
+        )
         expert_outputs = [
-            self.experts[idx](expert_input) for idx, expert_input in enumerate(ops.unstack(expert_inputs, axis=0))
+            self.experts[idx](expert_input)
+            for idx, expert_input in enumerate(ops.unstack(expert_inputs, axis=0))
         ]
         combined = ops.einsum("abc,xba->xc", ops.stack(expert_outputs, axis=1), combine_tensor)
         return ops.reshape(combined, [batch_size, num_tokens_per_example, self.embed_dim])
@@ -489,7 +556,9 @@ def test_switch_transformer():
     x = layers.GlobalAveragePooling1D()(x)
     model = keras.Model(inputs, layers.Dense(2, activation="softmax")(x))
     x = np.random.default_rng(0).integers(1, 20, (8, 4)).astype("int32")
-    return Case(model, x, np.arange(8) % 2, loss="sparse_categorical_crossentropy", by_micro_batch=True)
+    return Case(
+        model, x, np.arange(8) % 2, loss="sparse_categorical_crossentropy", by_micro_batch=True
+    )
 
 
 @row(
@@ -510,11 +579,15 @@ def test_memory_network():
     match = layers.Activation("softmax")(match)
     response = layers.Permute((2, 1))(layers.Add()([match, input_encoded_c]))
     answer = layers.LSTM(6)(layers.Concatenate()([response, question_encoded]))
-    model = keras.Model([input_sequence, question], layers.Dense(vocab_size, activation="softmax")(answer))
+    model = keras.Model(
+        [input_sequence, question], layers.Dense(vocab_size, activation="softmax")(answer)
+    )
     rng = np.random.default_rng(0)
     x = [rng.integers(0, vocab_size, (9, n)).astype("int32") for n in (story_maxlen, query_maxlen)]
     y = rng.integers(0, vocab_size, 9)
-    return Case(model, x, y, loss="sparse_categorical_crossentropy", metrics=["accuracy"], micro_batches=2)
+    return Case(
+        model, x, y, loss="sparse_categorical_crossentropy", metrics=["accuracy"], micro_batches=2
+    )
 
 
 @row(FAMILY, "pretrained word embeddings: a frozen Embedding under Conv1D")

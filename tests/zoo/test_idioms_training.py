@@ -1,4 +1,6 @@
-"""The idioms of people's training scripts: what they pass to compile and fit, layers and models of their own."""
+"""The idioms of people's training scripts: what they pass to compile and fit, layers and models of
+their own.
+"""
 
 import dataclasses
 
@@ -22,7 +24,11 @@ def _data(rows=11, features=6, classes=4):
 
 def _mlp(features=6, classes=4, **options):
     return keras.Sequential(
-        [keras.Input((features,)), layers.Dense(8, activation="relu", **options), layers.Dense(classes)]
+        [
+            keras.Input((features,)),
+            layers.Dense(8, activation="relu", **options),
+            layers.Dense(classes),
+        ]
     )
 
 
@@ -31,7 +37,9 @@ LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def _fitted(optimizer, model=None, **options):
     x, y = _data()
-    return Case(model or _mlp(), x, y, loss=LOSS, optimizer=optimizer, **{"micro_batches": 4, **options})
+    return Case(
+        model or _mlp(), x, y, loss=LOSS, optimizer=optimizer, **{"micro_batches": 4, **options}
+    )
 
 
 @row(FIT, "clipnorm: each variable's gradient clipped by the optimizer")
@@ -51,13 +59,23 @@ def test_clipvalue():
 
 @row(FIT, "use_ema: averages of the weights, overwritten at the end of fit")
 def test_ema():
-    return _fitted(lambda: keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1))
+    return _fitted(
+        lambda: keras.optimizers.Adam(
+            1e-2, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1
+        )
+    )
 
 
 @row(FIT, "weight decay, biases and norms excluded")
 def test_weight_decay_exclusion():
     model = keras.Sequential(
-        [keras.Input((6,)), layers.Dense(8), layers.LayerNormalization(), layers.ReLU(), layers.Dense(4)]
+        [
+            keras.Input((6,)),
+            layers.Dense(8),
+            layers.LayerNormalization(),
+            layers.ReLU(),
+            layers.Dense(4),
+        ]
     )
 
     def optimizer():
@@ -79,7 +97,9 @@ def _two_epochs(make_optimizer, make_callbacks=lambda: None):
         return {k: v[-1] for k, v in model.fit(x, y, batch_size=12, **options).history.items()}
 
     def ours():
-        trainer = fa.Trainer(model, make_optimizer(), LOSS, ["accuracy"], gradient_accumulation_steps=4)
+        trainer = fa.Trainer(
+            model, make_optimizer(), LOSS, ["accuracy"], gradient_accumulation_steps=4
+        )
         options = {"epochs": 2, "shuffle": False, "verbose": 0, "callbacks": make_callbacks()}
         return {k: v[-1] for k, v in trainer.fit(x, y, batch_size=3, **options).history.items()}
 
@@ -100,7 +120,9 @@ def test_own_schedule():
 
         def __call__(self, step):
             step = ops.cast(step, "float32") + 1.0
-            return self.d_model**-0.5 * ops.minimum(ops.rsqrt(step), step * (self.warmup_steps**-1.5))
+            return self.d_model**-0.5 * ops.minimum(
+                ops.rsqrt(step), step * (self.warmup_steps**-1.5)
+            )
 
         def get_config(self):
             return {"d_model": self.d_model, "warmup_steps": self.warmup_steps}
@@ -113,7 +135,9 @@ def test_learning_rate_callbacks():
     def callbacks():
         return [
             keras.callbacks.LearningRateScheduler(lambda epoch, lr: 0.2 / (epoch + 1)),
-            keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=10.0),
+            keras.callbacks.ReduceLROnPlateau(
+                monitor="loss", factor=0.5, patience=1, min_delta=10.0
+            ),
         ]
 
     return _two_epochs(lambda: keras.optimizers.SGD(0.1), callbacks)
@@ -155,9 +179,13 @@ def test_own_metric():
 
         def update_state(self, y_true, y_pred, sample_weight=None):
             y_pred = ops.reshape(ops.argmax(y_pred, axis=1), (-1, 1))
-            values = ops.cast(ops.equal(ops.cast(y_true, "int32"), ops.cast(y_pred, "int32")), "float32")
+            values = ops.cast(
+                ops.equal(ops.cast(y_true, "int32"), ops.cast(y_pred, "int32")), "float32"
+            )
             if sample_weight is not None:
-                values = ops.multiply(values, ops.cast(ops.reshape(sample_weight, (-1, 1)), "float32"))
+                values = ops.multiply(
+                    values, ops.cast(ops.reshape(sample_weight, (-1, 1)), "float32")
+                )
             self.true_positives.assign_add(ops.sum(values))
 
         def result(self):
@@ -167,7 +195,9 @@ def test_own_metric():
             self.true_positives.assign(0.0)
 
     x, y = _data()
-    return Case(_mlp(), x, y[:, None], loss=LOSS, metrics=[CategoricalTruePositives()], micro_batches=4)
+    return Case(
+        _mlp(), x, y[:, None], loss=LOSS, metrics=[CategoricalTruePositives()], micro_batches=4
+    )
 
 
 @row(
@@ -180,10 +210,14 @@ def test_dice_of_the_batch():
 
 
 def _dice(loss):
-    model = keras.Sequential([keras.Input((4, 4, 1)), layers.Conv2D(2, 3, padding="same", activation="softmax")])
+    model = keras.Sequential(
+        [keras.Input((4, 4, 1)), layers.Conv2D(2, 3, padding="same", activation="softmax")]
+    )
     rng = np.random.default_rng(0)
     masks = keras.utils.to_categorical(rng.integers(0, 2, (10, 4, 4)), 2)
-    return Case(model, rng.random((10, 4, 4, 1)).astype("float32"), masks, loss=loss, micro_batches=4)
+    return Case(
+        model, rng.random((10, 4, 4, 1)).astype("float32"), masks, loss=loss, micro_batches=4
+    )
 
 
 @row(FIT, "Dice of each row: axis=(1, 2, 3)")
@@ -199,12 +233,16 @@ def test_adaptive_gradient_clipping():
 
     class AGC(keras.optimizers.SGD):
         def apply(self, grads, trainable_variables=None):
-            variables = self._trainable_variables if trainable_variables is None else trainable_variables
+            variables = (
+                self._trainable_variables if trainable_variables is None else trainable_variables
+            )
             clipped = []
             for grad, variable in zip(grads, variables, strict=True):
                 limit = ops.maximum(unitwise_norm(variable), 1e-3) * 0.01
                 norm = unitwise_norm(grad)
-                clipped.append(ops.where(norm < limit, grad, grad * (limit / ops.maximum(norm, 1e-6))))
+                clipped.append(
+                    ops.where(norm < limit, grad, grad * (limit / ops.maximum(norm, 1e-6)))
+                )
             super().apply(clipped, trainable_variables)
 
     return _fitted(lambda: AGC(0.1))
@@ -222,7 +260,12 @@ def test_gradient_centralization():
     return _fitted(lambda: GCRMSprop(1e-2, epsilon=1e-3))
 
 
-@row(FIT, "gradient_accumulation_steps of Keras's own optimizer", refused="gradient_accumulation_steps", why="")
+@row(
+    FIT,
+    "gradient_accumulation_steps of Keras's own optimizer",
+    refused="gradient_accumulation_steps",
+    why="",
+)
 def test_keras_accumulation():
     return _fitted(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=4))
 
@@ -247,7 +290,9 @@ def test_endpoint_layer():
     inputs, targets = keras.Input((6,), name="inputs"), keras.Input((1,), name="targets")
     sample_weight = keras.Input((1,), name="sample_weight")
     preds = LogisticEndpoint(name="predictions")(layers.Dense(1)(inputs), targets, sample_weight)
-    model = keras.Model({"inputs": inputs, "targets": targets, "sample_weight": sample_weight}, preds)
+    model = keras.Model(
+        {"inputs": inputs, "targets": targets, "sample_weight": sample_weight}, preds
+    )
     x, y = _data(rows=12)
     weight = np.random.default_rng(1).random((12, 1)).astype("float32")
     x = {"inputs": x, "targets": (y % 2).astype("float32")[:, None], "sample_weight": weight}
@@ -280,7 +325,9 @@ def test_compute_metrics():
 
     inputs = keras.Input((6,))
     x, y = _data()
-    return Case(MyModel(inputs, _mlp()(inputs)), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4)
+    return Case(
+        MyModel(inputs, _mlp()(inputs)), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4
+    )
 
 
 @row(OWN, "compute_loss that adds to Keras's own")
@@ -293,7 +340,9 @@ def test_compute_loss_super():
 
     inputs = keras.Input((6,))
     x, y = _data(rows=12)
-    return Case(Confident(inputs, _mlp()(inputs)), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4)
+    return Case(
+        Confident(inputs, _mlp()(inputs)), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4
+    )
 
 
 @row(OWN, "subclassed models, nested three deep", quick=True)
@@ -321,13 +370,18 @@ def test_nested_models():
     class Classifier(keras.Model):
         def __init__(self):
             super().__init__()
-            self.encoder, self.head = Encoder(), keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(4)])
+            self.encoder, self.head = (
+                Encoder(),
+                keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(4)]),
+            )
 
         def call(self, inputs, training=False):
             return {"logits": self.head(self.encoder(inputs["features"]), training=training)}
 
     x, y = _data()
-    return Case(Classifier(), {"features": x}, {"logits": y}, loss={"logits": LOSS}, micro_batches=4)
+    return Case(
+        Classifier(), {"features": x}, {"logits": y}, loss={"logits": LOSS}, micro_batches=4
+    )
 
 
 @row(OWN, "two inputs, two outputs of one name: a shared head", quick=True)
@@ -337,7 +391,14 @@ def test_outputs_of_one_name():
     model = keras.Model([a, b], [head(trunk(a)), head(trunk(b))])
     x, _ = _data()
     targets = [x[:, :1], x[:, 1:2] ** 2]
-    return Case(model, [x, x[::-1].copy()], targets, loss=["mse", "mae"], micro_batches=4, compare_logs=False)
+    return Case(
+        model,
+        [x, x[::-1].copy()],
+        targets,
+        loss=["mse", "mae"],
+        micro_batches=4,
+        compare_logs=False,
+    )
 
 
 @row(OWN, "tied weights: a decoder with the encoder's kernel")
@@ -356,7 +417,9 @@ def test_tied_autoencoder():
     inputs = keras.Input((6,))
     encoder = layers.Dense(3, activation="tanh")
     x, _ = _data()
-    return Case(keras.Model(inputs, Tied(encoder)(encoder(inputs))), x, x, loss="mse", micro_batches=4)
+    return Case(
+        keras.Model(inputs, Tied(encoder)(encoder(inputs))), x, x, loss="mse", micro_batches=4
+    )
 
 
 @row(OWN, "tied weights: ReversibleEmbedding, from ids to logits", mixed=True)
@@ -366,14 +429,18 @@ def test_reversible_embedding():
     h = layers.GRU(6, return_sequences=True)(embedding(inputs))
     model = keras.Model(inputs, embedding(h, reverse=True))
     tokens = np.random.default_rng(0).integers(0, 13, (10, 6)).astype("int32")
-    return Case(model, tokens[:, :-1], tokens[:, 1:], loss=LOSS, metrics=["accuracy"], micro_batches=4)
+    return Case(
+        model, tokens[:, :-1], tokens[:, 1:], loss=LOSS, metrics=["accuracy"], micro_batches=4
+    )
 
 
 class RunningMean(layers.Layer):
     """Centres by a running mean of the rows it has seen."""
 
     def build(self, input_shape):
-        self.total = self.add_weight(shape=(input_shape[-1],), initializer="zeros", trainable=False, name="total")
+        self.total = self.add_weight(
+            shape=(input_shape[-1],), initializer="zeros", trainable=False, name="total"
+        )
 
     def call(self, inputs, training=False):
         if training:
@@ -387,20 +454,29 @@ class RunningMean(layers.Layer):
     note="Its state changes with each micro-batch. Compared with a loop over micro-batches.",
 )
 def test_running_mean():
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(8), RunningMean(), layers.ReLU(), layers.Dense(4)])
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8), RunningMean(), layers.ReLU(), layers.Dense(4)]
+    )
     x, y = _data(rows=12)
     return Case(model, x, y, loss=LOSS, micro_batches=3, by_micro_batch=True)
 
 
 def _both_by_micro_batch(model, x, y, loss):
-    """Ours, and a loop over three micro-batches of four, for state that the model does not list as its own."""
+    """Ours, and a loop over three micro-batches of four, for state that the model does not list as
+    its own.
+    """
     loss_fn = keras.losses.get(loss)
 
     def theirs():
         total, variables, optimizer = None, model.trainable_variables, keras.optimizers.SGD(0.1)
         for i in range(3):
             with tf.GradientTape() as tape:
-                value = ops.mean(loss_fn(y[4 * i : 4 * i + 4], model(x[4 * i : 4 * i + 4], training=True))) / 3
+                value = (
+                    ops.mean(
+                        loss_fn(y[4 * i : 4 * i + 4], model(x[4 * i : 4 * i + 4], training=True))
+                    )
+                    / 3
+                )
             grads = tape.gradient(value, variables)
             total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
         optimizer.apply_gradients(zip(total, variables, strict=True))
@@ -428,8 +504,13 @@ def test_tf_variable_state():
                 self.calls.assign_add(1.0)
             return inputs / self.calls
 
-    model = keras.Sequential([keras.Input((6,)), layers.Dense(8, "relu"), Annealed(), layers.Dense(4)])
-    return Steps([*model.trainable_variables, model.layers[1].calls], *_both_by_micro_batch(model, *_data(12), LOSS))
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(8, "relu"), Annealed(), layers.Dense(4)]
+    )
+    return Steps(
+        [*model.trainable_variables, model.layers[1].calls],
+        *_both_by_micro_batch(model, *_data(12), LOSS),
+    )
 
 
 @row(
@@ -444,7 +525,9 @@ def test_stateful_lstm():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(12, 5, 3)).astype("float32")
     y = rng.normal(size=(12, 5, 2)).astype("float32")
-    return Steps([*model.trainable_variables, *lstm.states], *_both_by_micro_batch(model, x, y, "mse"))
+    return Steps(
+        [*model.trainable_variables, *lstm.states], *_both_by_micro_batch(model, x, y, "mse")
+    )
 
 
 @row(
@@ -464,7 +547,9 @@ def test_spectral_normalization():
     )
     x = np.random.default_rng(0).random((8, 8, 8, 1)).astype("float32")
     y = (np.arange(8) % 3 == 0).astype("float32")[:, None]
-    return Case(model, x, y, loss=keras.losses.BinaryCrossentropy(from_logits=True), by_micro_batch=True)
+    return Case(
+        model, x, y, loss=keras.losses.BinaryCrossentropy(from_logits=True), by_micro_batch=True
+    )
 
 
 @row(OWN, "an activity regulariser of one's own in a layer's call", quick=True)
@@ -488,7 +573,9 @@ def test_activity_regularization():
 
 @row(OWN, "kernel constraints: MaxNorm, NonNeg")
 def test_constraints():
-    model = _mlp(kernel_constraint=keras.constraints.MaxNorm(0.5), bias_constraint=keras.constraints.NonNeg())
+    model = _mlp(
+        kernel_constraint=keras.constraints.MaxNorm(0.5), bias_constraint=keras.constraints.NonNeg()
+    )
     return _fitted(lambda: keras.optimizers.SGD(0.5), model)
 
 
@@ -499,7 +586,9 @@ def test_float32_head():
     h = h + layers.Dense(16, activation="relu")(h)
     outputs = layers.Dense(4, activation="softmax", dtype="float32")(h)
     x, y = _data()
-    return Case(keras.Model(inputs, outputs), x, y, loss="sparse_categorical_crossentropy", micro_batches=4)
+    return Case(
+        keras.Model(inputs, outputs), x, y, loss="sparse_categorical_crossentropy", micro_batches=4
+    )
 
 
 class LoraLayer(layers.Layer):
@@ -512,7 +601,9 @@ class LoraLayer(layers.Layer):
         self.original_layer = original_layer
         self.original_layer.trainable = False
         self.A = layers.Dense(units=rank, use_bias=False, name="lora_A")
-        self.B = layers.Dense(original_layer.units, kernel_initializer="normal", use_bias=False, name="lora_B")
+        self.B = layers.Dense(
+            original_layer.units, kernel_initializer="normal", use_bias=False, name="lora_B"
+        )
 
     def call(self, inputs):
         return self.original_layer(inputs) + self.B(self.A(inputs)) * self._scale
@@ -523,7 +614,9 @@ def test_own_lora():
     inputs = keras.Input((6,))
     h = LoraLayer(layers.Dense(8, activation="relu"))(inputs)
     x, y = _data()
-    return Case(keras.Model(inputs, LoraLayer(layers.Dense(4))(h)), x, y, loss=LOSS, micro_batches=4)
+    return Case(
+        keras.Model(inputs, LoraLayer(layers.Dense(4))(h)), x, y, loss=LOSS, micro_batches=4
+    )
 
 
 def _language_model():
@@ -539,7 +632,11 @@ def _with_lora(model):
     for layer in model._flatten_layers():
         if hasattr(layer, "enable_lora") and layer.built:
             layer.enable_lora(2)
-            for weight in (layer.lora_kernel_a, layer.lora_kernel_b) if hasattr(layer, "lora_kernel_a") else ():
+            for weight in (
+                (layer.lora_kernel_a, layer.lora_kernel_b)
+                if hasattr(layer, "lora_kernel_a")
+                else ()
+            ):
                 weight.assign(np.random.default_rng(3).normal(size=weight.shape) * 0.3)
         elif not layer._layers:
             layer.trainable = False
@@ -550,7 +647,9 @@ def _with_lora(model):
 def test_enable_lora():
     model, x, y = _language_model()
     trainer = {"loss_scale": 256.0}
-    return Case(_with_lora(model), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4, trainer=trainer)
+    return Case(
+        _with_lora(model), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4, trainer=trainer
+    )
 
 
 @row(TUNING, "int8 weights with LoRA", fused=True)
@@ -564,7 +663,10 @@ def test_int8_lora():
     TUNING,
     "float8 training: model.quantize('float8')",
     refused="float8|overwrite",
-    why="Its gradients are new values for its scales, which can't be added up. Train in mixed_bfloat16.",
+    why=(
+        "Its gradients are new values for its scales, which can't be added up. Train in "
+        "mixed_bfloat16."
+    ),
 )
 def test_float8():
     model = _mlp()
@@ -576,7 +678,12 @@ def test_float8():
 @row(TUNING, "transfer learning: frozen base with BatchNormalization, called with training=False")
 def test_transfer_learning():
     base = keras.Sequential(
-        [keras.Input((8, 8, 1)), layers.Conv2D(4, 3), layers.BatchNormalization(), layers.GlobalAveragePooling2D()]
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(4, 3),
+            layers.BatchNormalization(),
+            layers.GlobalAveragePooling2D(),
+        ]
     )
     base.trainable = False
     inputs = keras.Input((8, 8, 1))
@@ -587,7 +694,9 @@ def test_transfer_learning():
 
 @row(TUNING, "fine-tuning some layers: others frozen after the model is built")
 def test_partly_frozen():
-    model = keras.Sequential([keras.Input((6,)), *(layers.Dense(8, activation="relu") for _ in range(3))])
+    model = keras.Sequential(
+        [keras.Input((6,)), *(layers.Dense(8, activation="relu") for _ in range(3))]
+    )
     model.add(layers.Dense(4))
     for layer in model.layers[:2]:
         layer.trainable = False
@@ -597,15 +706,26 @@ def test_partly_frozen():
 @row(FIT, "GradientAccumulator's sparse test: Embedding, Flatten, sigmoid")
 def test_sparse_embedding():
     model = keras.Sequential(
-        [keras.Input((7,), dtype="int32"), layers.Embedding(20, 4), layers.Flatten(), layers.Dense(1, "sigmoid")]
+        [
+            keras.Input((7,), dtype="int32"),
+            layers.Embedding(20, 4),
+            layers.Flatten(),
+            layers.Dense(1, "sigmoid"),
+        ]
     )
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 20, (11, 7)).astype("int32"), rng.integers(0, 2, 11).astype("float32")
     return Case(model, x, y, loss="binary_crossentropy", metrics=["accuracy"], micro_batches=4)
 
 
-@row(FIT, "optax's MultiSteps example: an average of micro-batches' means, weighed by their rows", quick=True)
+@row(
+    FIT,
+    "optax's MultiSteps example: an average of micro-batches' means, weighed by their rows",
+    quick=True,
+)
 def test_unequal_micro_batches():
     x, y = _data(rows=13)
     weight = np.random.default_rng(1).random(13).astype("float32")
-    return Case(_mlp(), x, y, sample_weight=weight, loss=LOSS, metrics=["accuracy"], micro_batches=5)
+    return Case(
+        _mlp(), x, y, sample_weight=weight, loss=LOSS, metrics=["accuracy"], micro_batches=5
+    )

@@ -1,4 +1,6 @@
-"""The idioms of tensorflow/docs' tutorials and guides, and of keras.io's scripts with losses or steps of their own."""
+"""The idioms of tensorflow/docs' tutorials and guides, and of keras.io's scripts with losses or
+steps of their own.
+"""
 
 import contextlib
 
@@ -13,7 +15,8 @@ import fastaccum as fa
 TUTORIALS = "tensorflow/docs"
 EXAMPLES = "keras.io: losses and steps of one's own"
 BY_MICRO_BATCH = (
-    "Its loss is a ratio of sums over the batch, as a warning says. Compared with a loop over micro-batches."
+    "Its loss is a ratio of sums over the batch, as a warning says. Compared with a loop over "
+    "micro-batches."
 )
 
 
@@ -30,7 +33,8 @@ def _ids(rows, length, vocabulary, seed=0):
 
 
 def _by_fit(script, remedy, data, micro_batches=2, loss=None, metrics=(), **compiled):
-    """The script's own train_step in Keras's fit on the full batch, beside a Trainer of the remedy's model.
+    """The script's own train_step in Keras's fit on the full batch, beside a Trainer of the
+    remedy's model.
 
     Both models hold the same layers.
     """
@@ -47,7 +51,11 @@ def _by_fit(script, remedy, data, micro_batches=2, loss=None, metrics=(), **comp
 
     def ours():
         trainer = fa.Trainer(
-            remedy, keras.optimizers.SGD(0.1), loss, metrics, gradient_accumulation_steps=micro_batches
+            remedy,
+            keras.optimizers.SGD(0.1),
+            loss,
+            metrics,
+            gradient_accumulation_steps=micro_batches,
         )
         size = -(-rows // micro_batches)
         history = trainer.fit(x, y, batch_size=size, shuffle=False, verbose=0)
@@ -126,7 +134,8 @@ class TutorialTransformer(keras.Model):
 
 @row(
     TUTORIALS,
-    "Transformer: masked_loss and masked_accuracy of one number, a learning rate schedule of one's own",
+    "Transformer: masked_loss and masked_accuracy of one number, a learning rate schedule of "
+    "one's own",
     note=BY_MICRO_BATCH,
     fused=True,
     quick=True,
@@ -146,7 +155,8 @@ def test_transformer():
 
 @row(
     TUTORIALS,
-    "Transformer: the same loss by a Keras loss, exact: one loss per token, the mask as sample_weight",
+    "Transformer: the same loss by a Keras loss, exact: one loss per token, the mask as "
+    "sample_weight",
     fused=True,
 )
 def test_transformer_by_weights():
@@ -156,7 +166,9 @@ def test_transformer_by_weights():
         (_ids(8, 6, 11), _ids(8, 5, 11, seed=1)),
         y,
         sample_weight=(y != 0).astype("float32"),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="mean_with_sample_weight"),
+        loss=keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="mean_with_sample_weight"
+        ),
         micro_batches=4,
         jit_compile=False,
     )
@@ -179,7 +191,9 @@ def test_transformer_by_sums():
 
     def theirs():
         model.compile(keras.optimizers.SGD(0.1), masked_loss)
-        return {"loss": model.fit(x, y, batch_size=10, shuffle=False, verbose=0).history["loss"][-1]}
+        return {
+            "loss": model.fit(x, y, batch_size=10, shuffle=False, verbose=0).history["loss"][-1]
+        }
 
     def ours():
         trainer = fa.Trainer(
@@ -189,7 +203,9 @@ def test_transformer_by_sums():
             gradient_accumulation_steps=4,
             jit_compile=False,
         )
-        return {"loss": trainer.fit(x, y, batch_size=3, shuffle=False, verbose=0).history["loss"][-1]}
+        return {
+            "loss": trainer.fit(x, y, batch_size=3, shuffle=False, verbose=0).history["loss"][-1]
+        }
 
     return Steps(model.trainable_variables, ours, theirs, by_train_step=False)
 
@@ -259,7 +275,12 @@ class TokenOutput(layers.Layer):
         return self.dense(x) + self.bias
 
 
-@row(TUTORIALS, "image captioning: a masked loss that leaves out banned tokens", note=BY_MICRO_BATCH, fused=True)
+@row(
+    TUTORIALS,
+    "image captioning: a masked loss that leaves out banned tokens",
+    note=BY_MICRO_BATCH,
+    fused=True,
+)
 def test_image_captioning():
     image = keras.Input((4, 4, 3))
     words = keras.Input((5,), dtype="int32")
@@ -301,7 +322,15 @@ def test_word2vec():
     pair = (rng.integers(0, 9, (10, 1)), rng.integers(0, 9, (10, 5)))
     labels = np.tile([1, 0, 0, 0, 0], (10, 1))
     loss = keras.losses.CategoricalCrossentropy(from_logits=True)
-    return Case(Word2Vec(9, 4), pair, labels, loss=loss, metrics=["accuracy"], micro_batches=4, jit_compile=False)
+    return Case(
+        Word2Vec(9, 4),
+        pair,
+        labels,
+        loss=loss,
+        metrics=["accuracy"],
+        micro_batches=4,
+        jit_compile=False,
+    )
 
 
 class Characters(keras.Model):
@@ -353,7 +382,10 @@ def test_text_generation_refused():
     return _characters(CustomTraining())
 
 
-@row(TUTORIALS, "text generation: the same without train_step, a GRU that returns its state on demand")
+@row(
+    TUTORIALS,
+    "text generation: the same without train_step, a GRU that returns its state on demand",
+)
 def test_text_generation():
     return _characters(Characters())
 
@@ -369,7 +401,11 @@ def mse_with_positive_pressure(y_true, y_pred):
     return tf.reduce_mean(mse + positive_pressure)
 
 
-@row(TUTORIALS, "music generation: a dict of losses, two functions of one number, loss_weights", quick=True)
+@row(
+    TUTORIALS,
+    "music generation: a dict of losses, two functions of one number, loss_weights",
+    quick=True,
+)
 def test_music_generation():
     inputs = keras.Input((5, 3))
     x = layers.LSTM(6)(inputs)
@@ -449,7 +485,11 @@ class ResidualWrapper(keras.Model):
         return inputs + self.model(inputs, *args, **kwargs)
 
 
-@row(TUTORIALS, "time series: a residual wrapper with *args and **kwargs, windows made by split_window in tf.data")
+@row(
+    TUTORIALS,
+    "time series: a residual wrapper with *args and **kwargs, windows made by split_window in "
+    "tf.data",
+)
 def test_time_series_residual():
     head = layers.Dense(3, kernel_initializer="zeros")
     model = ResidualWrapper(keras.Sequential([layers.LSTM(6, return_sequences=True), head]))
@@ -458,7 +498,9 @@ def test_time_series_residual():
 
     def windows(batch):
         split = lambda window: (window[:, :4], window[:, 1:])  # noqa: E731
-        data = keras.utils.timeseries_dataset_from_array(series, None, 5, shuffle=False, batch_size=batch)
+        data = keras.utils.timeseries_dataset_from_array(
+            series, None, 5, shuffle=False, batch_size=batch
+        )
         return data.map(split)
 
     def theirs():
@@ -468,7 +510,12 @@ def test_time_series_residual():
 
     def ours():
         trainer = fa.Trainer(
-            model, keras.optimizers.SGD(0.1), "mse", ["mae"], gradient_accumulation_steps=4, jit_compile=False
+            model,
+            keras.optimizers.SGD(0.1),
+            "mse",
+            ["mae"],
+            gradient_accumulation_steps=4,
+            jit_compile=False,
         )
         history = trainer.fit(windows(3), verbose=0).history
         return {"loss": history["loss"][-1], "mae": history["mae"][-1]}
@@ -502,7 +549,9 @@ class CVAE(keras.Model):
 def log_normal_pdf(sample, mean, logvar, raxis=1):
     """cvae.ipynb"""
     log2pi = tf.math.log(2.0 * np.pi)
-    return tf.reduce_sum(-0.5 * ((sample - mean) ** 2.0 * tf.exp(-logvar) + logvar + log2pi), axis=raxis)
+    return tf.reduce_sum(
+        -0.5 * ((sample - mean) ** 2.0 * tf.exp(-logvar) + logvar + log2pi), axis=raxis
+    )
 
 
 @row(TUTORIALS, "convolutional VAE: its own loop, a Monte Carlo estimate of the ELBO, by TrainStep")
@@ -576,8 +625,12 @@ def test_pix2pix():
             disc_loss = discriminator_loss(disc_real, disc_generated)
         gen_gradients = gen_tape.gradient(gen_loss, generator.trainable_variables)
         disc_gradients = disc_tape.gradient(disc_loss, discriminator.trainable_variables)
-        optimizers[0].apply_gradients(zip(gen_gradients, generator.trainable_variables, strict=True))
-        optimizers[1].apply_gradients(zip(disc_gradients, discriminator.trainable_variables, strict=True))
+        optimizers[0].apply_gradients(
+            zip(gen_gradients, generator.trainable_variables, strict=True)
+        )
+        optimizers[1].apply_gradients(
+            zip(disc_gradients, discriminator.trainable_variables, strict=True)
+        )
         return {"gen": float(gen_loss), "disc": float(disc_loss)}
 
     def rows(batch):
@@ -601,7 +654,9 @@ def test_pix2pix():
     def ours():
         fakes = generator(data[0], training=True)  # before the generator's update
         gen_step = fa.TrainStep(gen_total, generator.trainable_variables, keras.optimizers.SGD(0.1))
-        disc_step = fa.TrainStep(disc_total, discriminator.trainable_variables, keras.optimizers.SGD(0.1))
+        disc_step = fa.TrainStep(
+            disc_total, discriminator.trainable_variables, keras.optimizers.SGD(0.1)
+        )
         gen = gen_step(stack(data))
         disc = disc_step(stack([*data, fakes]))
         return {"gen": float(gen.loss), "disc": float(disc.loss)}
@@ -615,7 +670,9 @@ def _regression_net():
 
 
 class OwnLossAndMetrics(keras.Model):
-    """customizing_what_happens_in_fit.ipynb: the lower-level step, with its own loss and metrics."""
+    """customizing_what_happens_in_fit.ipynb: the lower-level step, with its own loss and
+    metrics.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -687,7 +744,11 @@ def peak_signal_noise_ratio(y_true, y_pred):
     return tf.image.psnr(y_pred, y_true, max_val=255.0)
 
 
-@row(EXAMPLES, "MIRNet: Charbonnier loss of one number, PSNR as metric, selective fusion of kernels", quick=True)
+@row(
+    EXAMPLES,
+    "MIRNet: Charbonnier loss of one number, PSNR as metric, selective fusion of kernels",
+    quick=True,
+)
 def test_mirnet():
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(4, 3, padding="same")(inputs)
@@ -782,7 +843,9 @@ class RetinaNetLoss(keras.losses.Loss):
     def call(self, y_true, y_pred):
         box_labels = y_true[:, :, :4]
         box_predictions = y_pred[:, :, :4]
-        cls_labels = tf.one_hot(tf.cast(y_true[:, :, 4], tf.int32), self._num_classes, dtype=tf.float32)
+        cls_labels = tf.one_hot(
+            tf.cast(y_true[:, :, 4], tf.int32), self._num_classes, dtype=tf.float32
+        )
         cls_predictions = y_pred[:, :, 4:]
         positive_mask = tf.cast(tf.greater(y_true[:, :, 4], -1.0), tf.float32)
         ignore_mask = tf.equal(y_true[:, :, 4], -2.0)
@@ -805,7 +868,14 @@ def test_retinanet():
     model = keras.Model(inputs, layers.Concatenate()([boxes, classes]))
     labels = _uniform(10, 16, 5, seed=1)
     labels[..., 4] = np.random.default_rng(2).integers(-2, 4, (10, 16))
-    return Case(model, _uniform(10, 8, 8, 3), labels, loss=RetinaNetLoss(), micro_batches=4, jit_compile=False)
+    return Case(
+        model,
+        _uniform(10, 8, 8, 3),
+        labels,
+        loss=RetinaNetLoss(),
+        micro_batches=4,
+        jit_compile=False,
+    )
 
 
 class QREmbedding(layers.Layer):
@@ -823,7 +893,10 @@ class QREmbedding(layers.Layer):
         return self.q_embeddings(quotient) * self.r_embeddings(remainder)
 
 
-@row(EXAMPLES, "memory-efficient embeddings: quotient and remainder, blocks of other widths by frequency")
+@row(
+    EXAMPLES,
+    "memory-efficient embeddings: quotient and remainder, blocks of other widths by frequency",
+)
 def test_memory_efficient_embeddings():
     users = keras.Input((), dtype="int32", name="user_id")
     movies = keras.Input((), dtype="int32", name="movie_id")
@@ -877,7 +950,11 @@ def test_quasi_svm():
     )
 
 
-@row(EXAMPLES, "behaviour sequence transformer: ratings times embeddings, positions, features of the user", fused=True)
+@row(
+    EXAMPLES,
+    "behaviour sequence transformer: ratings times embeddings, positions, features of the user",
+    fused=True,
+)
 def test_behaviour_sequence():
     movies = keras.Input((5,), dtype="int32")
     ratings = keras.Input((4,))
@@ -890,7 +967,9 @@ def test_behaviour_sequence():
     x = layers.LayerNormalization()(layers.Add()([sequence, attended]))
     x = layers.LeakyReLU()(layers.Dense(6)(x))
     x = layers.Concatenate()([layers.Flatten()(x), layers.Embedding(7, 3)(user)])
-    model = keras.Model([movies, ratings, user], layers.Dense(1)(layers.Dense(8, activation="relu")(x)))
+    model = keras.Model(
+        [movies, ratings, user], layers.Dense(1)(layers.Dense(8, activation="relu")(x))
+    )
     rng = np.random.default_rng(0)
     x = [rng.integers(0, 12, (10, 5)), _uniform(10, 4), rng.integers(0, 7, 10)]
     return Case(
@@ -963,10 +1042,16 @@ class SpeechTransformerScript(SpeechTransformer):
 )
 def test_speech_transformer_refused():
     batch = {"source": _uniform(8, 6, 4), "target": _ids(8, 5, 7)}
-    return Case(SpeechTransformerScript(), batch, loss=keras.losses.CategoricalCrossentropy(from_logits=True))
+    return Case(
+        SpeechTransformerScript(),
+        batch,
+        loss=keras.losses.CategoricalCrossentropy(from_logits=True),
+    )
 
 
-@row(EXAMPLES, "speech recognition Transformer: targets and weights by dataset.map, label smoothing")
+@row(
+    EXAMPLES, "speech recognition Transformer: targets and weights by dataset.map, label smoothing"
+)
 def test_speech_transformer():
     script = SpeechTransformerScript()
     source, target = _uniform(8, 6, 4), _ids(8, 5, 7)
@@ -982,12 +1067,24 @@ def test_speech_transformer():
 
     def theirs():
         script.compile(keras.optimizers.SGD(0.1), loss)
-        history = script.fit({"source": source, "target": target}, batch_size=8, shuffle=False, verbose=0)
+        history = script.fit(
+            {"source": source, "target": target}, batch_size=8, shuffle=False, verbose=0
+        )
         return {"loss": history.history["loss"][-1]}
 
     def ours():
-        data = tf.data.Dataset.from_tensor_slices({"source": source, "target": target}).batch(2).map(prepared)
-        trainer = fa.Trainer(remedy, keras.optimizers.SGD(0.1), loss, gradient_accumulation_steps=4, jit_compile=False)
+        data = (
+            tf.data.Dataset.from_tensor_slices({"source": source, "target": target})
+            .batch(2)
+            .map(prepared)
+        )
+        trainer = fa.Trainer(
+            remedy,
+            keras.optimizers.SGD(0.1),
+            loss,
+            gradient_accumulation_steps=4,
+            jit_compile=False,
+        )
         return {"loss": trainer.fit(data, verbose=0).history["loss"][-1]}
 
     return Steps(remedy.trainable_variables, ours, theirs, by_train_step=False)
@@ -1054,12 +1151,16 @@ class ZeroDCEScript(ZeroDCE):
             losses = self.losses_of(*self(data))
             total_loss = sum(losses.values())
         gradients = tape.gradient(total_loss, self.dce_model.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.dce_model.trainable_weights, strict=True))
+        self.optimizer.apply_gradients(
+            zip(gradients, self.dce_model.trainable_weights, strict=True)
+        )
         return {"loss": total_loss, **losses}
 
 
 def _dce_net():
-    net = keras.Sequential([layers.Input((8, 8, 3)), layers.Conv2D(4, 3, activation="relu", padding="same")])
+    net = keras.Sequential(
+        [layers.Input((8, 8, 3)), layers.Conv2D(4, 3, activation="relu", padding="same")]
+    )
     net.add(layers.Conv2D(6, 3, activation="tanh", padding="same"))
     return net
 
@@ -1119,7 +1220,12 @@ def _edsr_case(model_class):
     )
 
 
-@row(EXAMPLES, "EDSR: a train_step that does what Keras's does", refused="train_step", why="Remove it.")
+@row(
+    EXAMPLES,
+    "EDSR: a train_step that does what Keras's does",
+    refused="train_step",
+    why="Remove it.",
+)
 def test_edsr_refused():
     return _edsr_case(EDSRModel)
 
@@ -1236,7 +1342,9 @@ class MyTrainer(keras.Model):
 
 
 def _digits():
-    return keras.Sequential([layers.Input((6, 6)), layers.Flatten(), layers.Dense(8, "relu"), layers.Dense(5)])
+    return keras.Sequential(
+        [layers.Input((6, 6)), layers.Flatten(), layers.Dense(8, "relu"), layers.Dense(5)]
+    )
 
 
 @row(

@@ -10,8 +10,8 @@ import fastaccum as fa
 
 FAMILY = "keras.io: vision and speech"
 _BIAS_BEFORE_NORM = (
-    "Compared with a loop over micro-batches. The largest error is in biases before BatchNormalization, "
-    "whose exact gradient is 0 (1e-17 in float64)."
+    "Compared with a loop over micro-batches. The largest error is in biases before "
+    "BatchNormalization, whose exact gradient is 0 (1e-17 in float64)."
 )
 
 
@@ -28,7 +28,9 @@ class Patches(layers.Layer):
         batch_size, height, width, channels = ops.shape(images)
         count = (height // self.patch_size) * (width // self.patch_size)
         patches = ops.image.extract_patches(images, size=self.patch_size)
-        return ops.reshape(patches, (batch_size, count, self.patch_size * self.patch_size * channels))
+        return ops.reshape(
+            patches, (batch_size, count, self.patch_size * self.patch_size * channels)
+        )
 
 
 class PatchEncoder(layers.Layer):
@@ -66,7 +68,9 @@ def test_vision_transformer():
     x3 = _mlp(layers.LayerNormalization(epsilon=1e-6)(x2), [16, 8])
     encoded_patches = layers.Add()([x3, x2])
     representation = layers.Flatten()(layers.LayerNormalization(epsilon=1e-6)(encoded_patches))
-    model = keras.Model(inputs=inputs, outputs=layers.Dense(5, dtype="float32")(_mlp(representation, [16])))
+    model = keras.Model(
+        inputs=inputs, outputs=layers.Dense(5, dtype="float32")(_mlp(representation, [16]))
+    )
     return Case(
         model,
         _images(10),
@@ -86,8 +90,12 @@ def test_mlp_mixer():
     class MLPMixerLayer(layers.Layer):
         def __init__(self, num_patches, hidden_units):
             super().__init__()
-            self.mlp1 = keras.Sequential([layers.Dense(num_patches, activation="gelu"), layers.Dense(num_patches)])
-            self.mlp2 = keras.Sequential([layers.Dense(num_patches, activation="gelu"), layers.Dense(hidden_units)])
+            self.mlp1 = keras.Sequential(
+                [layers.Dense(num_patches, activation="gelu"), layers.Dense(num_patches)]
+            )
+            self.mlp2 = keras.Sequential(
+                [layers.Dense(num_patches, activation="gelu"), layers.Dense(hidden_units)]
+            )
             self.normalize = layers.LayerNormalization(epsilon=1e-6)
 
         def call(self, inputs):
@@ -112,14 +120,21 @@ class WindowAttention(layers.Layer):
         self.qkv = layers.Dense(dim * 3)
         self.proj = layers.Dense(dim)
         self.relative_position_bias_table = self.add_weight(
-            shape=((2 * window_size - 1) ** 2, num_heads), initializer=keras.initializers.Zeros(), trainable=True
+            shape=((2 * window_size - 1) ** 2, num_heads),
+            initializer=keras.initializers.Zeros(),
+            trainable=True,
         )
-        coords = np.stack(np.meshgrid(np.arange(window_size), np.arange(window_size), indexing="ij")).reshape(2, -1)
+        coords = np.stack(
+            np.meshgrid(np.arange(window_size), np.arange(window_size), indexing="ij")
+        ).reshape(2, -1)
         relative = (coords[:, :, None] - coords[:, None, :]).transpose([1, 2, 0]) + window_size - 1
         relative[:, :, 0] *= 2 * window_size - 1
         index = relative.sum(-1)
         self.relative_position_index = self.add_weight(
-            shape=index.shape, initializer=lambda *a, **k: ops.convert_to_tensor(index), trainable=False, dtype="int"
+            shape=index.shape,
+            initializer=lambda *a, **k: ops.convert_to_tensor(index),
+            trainable=False,
+            dtype="int",
         )
 
     def call(self, x, mask=None):
@@ -128,8 +143,14 @@ class WindowAttention(layers.Layer):
         x_qkv = ops.reshape(self.qkv(x), (-1, size, 3, self.num_heads, head_dim))
         q, k, v = ops.unstack(ops.transpose(x_qkv, (2, 0, 3, 1, 4)), 3)
         attn = (q * self.scale) @ ops.transpose(k, (0, 1, 3, 2))
-        bias = ops.take(self.relative_position_bias_table, ops.reshape(self.relative_position_index, (-1,)), axis=0)
-        attn = attn + ops.expand_dims(ops.transpose(ops.reshape(bias, (size, size, -1)), (2, 0, 1)), axis=0)
+        bias = ops.take(
+            self.relative_position_bias_table,
+            ops.reshape(self.relative_position_index, (-1,)),
+            axis=0,
+        )
+        attn = attn + ops.expand_dims(
+            ops.transpose(ops.reshape(bias, (size, size, -1)), (2, 0, 1)), axis=0
+        )
         if mask is not None:
             windows = mask.shape[0]
             mask_float = ops.cast(ops.expand_dims(ops.expand_dims(mask, axis=1), axis=0), "float32")
@@ -166,10 +187,14 @@ class SwinTransformer(layers.Layer):
             mask_array = np.zeros((1, height, width, 1))
             for count, (h, w) in enumerate((h, w) for h in cuts for w in cuts):
                 mask_array[:, h, w, :] = count
-            windows = ops.convert_to_numpy(_window_partition(ops.convert_to_tensor(mask_array), self.window_size))
+            windows = ops.convert_to_numpy(
+                _window_partition(ops.convert_to_tensor(mask_array), self.window_size)
+            )
             windows = windows.reshape(-1, self.window_size**2)
             mask = np.where(windows[:, None] != windows[:, :, None], -100.0, 0.0)
-            self.attn_mask = keras.Variable(mask, shape=mask.shape, dtype="float32", trainable=False)
+            self.attn_mask = keras.Variable(
+                mask, shape=mask.shape, dtype="float32", trainable=False
+            )
         super().build(input_shape)
 
     def call(self, x):
@@ -198,7 +223,9 @@ class PatchMerging(layers.Layer):
     def call(self, x):
         height, width = self.num_patch
         x = ops.reshape(x, (-1, height, width, x.shape[-1]))
-        x = ops.concatenate((x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]), axis=-1)
+        x = ops.concatenate(
+            (x[:, 0::2, 0::2], x[:, 1::2, 0::2], x[:, 0::2, 1::2], x[:, 1::2, 1::2]), axis=-1
+        )
         return self.linear_trans(ops.reshape(x, (-1, (height // 2) * (width // 2), x.shape[-1])))
 
 
@@ -209,7 +236,9 @@ def test_swin_transformer():
     x = SwinTransformer(8, (4, 4), 2, 2, 0)(x)
     x = SwinTransformer(8, (4, 4), 2, 2, 1)(x)
     x = PatchMerging((4, 4), 8)(x)
-    model = keras.Model(inputs, layers.Dense(5, activation="softmax")(layers.GlobalAveragePooling1D()(x)))
+    model = keras.Model(
+        inputs, layers.Dense(5, activation="softmax")(layers.GlobalAveragePooling1D()(x))
+    )
     return Case(
         model,
         _images(9),
@@ -270,16 +299,24 @@ def test_oxford_pets():
     x = layers.add([x, layers.Conv2D(6, 1, strides=2, padding="same")(previous)])
     previous = x
     for _ in range(2):
-        x = layers.BatchNormalization()(layers.Conv2DTranspose(4, 3, padding="same")(layers.Activation("relu")(x)))
+        x = layers.BatchNormalization()(
+            layers.Conv2DTranspose(4, 3, padding="same")(layers.Activation("relu")(x))
+        )
         x = layers.UpSampling2D(2)(x)
         previous = layers.Conv2D(4, 1, padding="same")(layers.UpSampling2D(2)(previous))
         x = layers.add([x, previous])
     model = keras.Model(inputs, layers.Conv2D(3, 3, activation="softmax", padding="same")(x))
     labels = np.random.default_rng(0).integers(0, 3, (8, 8, 8))
-    return Case(model, _images(8), labels, loss="sparse_categorical_crossentropy", by_micro_batch=True)
+    return Case(
+        model, _images(8), labels, loss="sparse_categorical_crossentropy", by_micro_batch=True
+    )
 
 
-@row(FAMILY, "object detection: class and box heads, dicts of losses, weights and targets", mixed=True)
+@row(
+    FAMILY,
+    "object detection: class and box heads, dicts of losses, weights and targets",
+    mixed=True,
+)
 def test_detection():
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(4, 3, strides=2, activation="relu", padding="same")(inputs)
@@ -311,10 +348,16 @@ def test_detection():
 def test_multitask():
     input1, input2 = keras.Input((8, 8, 1)), keras.Input((8, 8))
     x1 = layers.Conv2D(4, (5, 5), activation="relu", padding="same")(input1)
-    x1 = layers.Conv2D(4, (5, 5), activation="relu", padding="same")(layers.MaxPooling2D((2, 2))(x1))
-    x1 = layers.Conv2D(1, (5, 5), padding="same", name="reconstructor")(layers.UpSampling2D((2, 2))(x1))
+    x1 = layers.Conv2D(4, (5, 5), activation="relu", padding="same")(
+        layers.MaxPooling2D((2, 2))(x1)
+    )
+    x1 = layers.Conv2D(1, (5, 5), padding="same", name="reconstructor")(
+        layers.UpSampling2D((2, 2))(x1)
+    )
     x2 = layers.Dense(8, activation="relu")(layers.Flatten()(input2))
-    model = keras.Model(inputs=[input1, input2], outputs=[x1, layers.Dense(10, name="classifier")(x2)])
+    model = keras.Model(
+        inputs=[input1, input2], outputs=[x1, layers.Dense(10, name="classifier")(x2)]
+    )
     images = _images(10, channels=1)
     return Case(
         model,
@@ -340,7 +383,9 @@ def test_autoencoder():
     return Case(model, x, x, loss="binary_crossentropy", micro_batches=4)
 
 
-@row(FAMILY, "super-resolution: sub-pixel shuffling by reshape and transpose, orthogonal initializer")
+@row(
+    FAMILY, "super-resolution: sub-pixel shuffling by reshape and transpose, orthogonal initializer"
+)
 def test_sub_pixel():
     class DepthToSpace(layers.Layer):
         def __init__(self, block_size):
@@ -359,7 +404,9 @@ def test_sub_pixel():
     x = layers.Conv2D(6, 5, **conv_args)(inputs)
     x = layers.Conv2D(1 * (2**2), 3, **conv_args)(x)
     model = keras.Model(inputs, DepthToSpace(2)(x))
-    return Case(model, _images(10, 4, 1), _images(10, 8, 1), loss="mean_squared_error", micro_batches=4)
+    return Case(
+        model, _images(10, 4, 1), _images(10, 8, 1), loss="mean_squared_error", micro_batches=4
+    )
 
 
 @row(FAMILY, "bilinear CNN: the outer product of two feature maps")
@@ -374,32 +421,56 @@ def test_bilinear_cnn():
     x = layers.UnitNormalization()(x)
     model = keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
     y = keras.utils.to_categorical(np.arange(10) % 5, 5)
-    return Case(model, _images(10), y, loss="categorical_crossentropy", metrics=["accuracy"], micro_batches=4)
+    return Case(
+        model,
+        _images(10),
+        y,
+        loss="categorical_crossentropy",
+        metrics=["accuracy"],
+        micro_batches=4,
+    )
 
 
 @row(FAMILY, "next-frame prediction: ConvLSTM2D, BatchNormalization, Conv3D")
 def test_conv_lstm():
     inp = layers.Input(shape=(None, 6, 6, 1))
-    x = layers.ConvLSTM2D(filters=3, kernel_size=(3, 3), padding="same", return_sequences=True, activation="relu")(inp)
+    x = layers.ConvLSTM2D(
+        filters=3, kernel_size=(3, 3), padding="same", return_sequences=True, activation="relu"
+    )(inp)
     x = layers.BatchNormalization()(x)
-    x = layers.ConvLSTM2D(filters=3, kernel_size=(1, 1), padding="same", return_sequences=True, activation="relu")(x)
+    x = layers.ConvLSTM2D(
+        filters=3, kernel_size=(1, 1), padding="same", return_sequences=True, activation="relu"
+    )(x)
     x = layers.Conv3D(filters=1, kernel_size=(3, 3, 3), activation="sigmoid", padding="same")(x)
     frames = np.round(np.random.default_rng(0).random((6, 5, 6, 6, 1))).astype("float32")
     model = keras.Model(inp, x)
-    return Case(model, frames[:, :-1], frames[:, 1:], loss="binary_crossentropy", by_micro_batch=True)
+    return Case(
+        model, frames[:, :-1], frames[:, 1:], loss="binary_crossentropy", by_micro_batch=True
+    )
 
 
 @row(FAMILY, "video classification: TimeDistributed CNN, GRU with a mask of frames")
 def test_video_classification():
-    cnn = keras.Sequential([layers.Input((8, 8, 3)), layers.Conv2D(4, 3, strides=2), layers.GlobalAveragePooling2D()])
+    cnn = keras.Sequential(
+        [layers.Input((8, 8, 3)), layers.Conv2D(4, 3, strides=2), layers.GlobalAveragePooling2D()]
+    )
     frames, mask = keras.Input((5, 8, 8, 3)), keras.Input((5,), dtype="bool")
     x = layers.GRU(6, return_sequences=True)(layers.TimeDistributed(cnn)(frames), mask=mask)
     x = layers.GRU(4)(x)
-    model = keras.Model([frames, mask], layers.Dense(3, activation="softmax")(layers.Dense(4, activation="relu")(x)))
+    model = keras.Model(
+        [frames, mask], layers.Dense(3, activation="softmax")(layers.Dense(4, activation="relu")(x))
+    )
     x = np.random.default_rng(0).random((7, 5, 8, 8, 3)).astype("float32")
     kept = np.arange(5) < (1 + np.arange(7) % 5)[:, None]
     y = np.arange(7) % 3
-    return Case(model, [x, kept], y, loss="sparse_categorical_crossentropy", metrics=["accuracy"], micro_batches=3)
+    return Case(
+        model,
+        [x, kept],
+        y,
+        loss="sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        micro_batches=3,
+    )
 
 
 @row(
@@ -438,7 +509,9 @@ def test_pointnet():
     x = layers.GlobalMaxPooling1D()(conv_bn(tnet(inputs, 3), 8))
     model = keras.Model(inputs, layers.Dense(4, activation="softmax")(x))
     points = np.random.default_rng(0).random((8, 12, 3)).astype("float32")
-    return Case(model, points, np.arange(8) % 4, loss="sparse_categorical_crossentropy", by_micro_batch=True)
+    return Case(
+        model, points, np.arange(8) % 4, loss="sparse_categorical_crossentropy", by_micro_batch=True
+    )
 
 
 @row(FAMILY, "orthogonality of each row's transform: activity_regularizer without batch statistics")
@@ -446,15 +519,21 @@ def test_orthogonality():
     class RowwiseOrthogonal(keras.regularizers.Regularizer):
         def __call__(self, x):
             x = ops.reshape(x, (-1, 3, 3))
-            return 0.01 * ops.sum(ops.square(ops.matmul(x, ops.transpose(x, (0, 2, 1))) - ops.eye(3)))
+            return 0.01 * ops.sum(
+                ops.square(ops.matmul(x, ops.transpose(x, (0, 2, 1))) - ops.eye(3))
+            )
 
     inputs = keras.Input(shape=(12, 3))
     x = layers.GlobalMaxPooling1D()(layers.Conv1D(8, 1, activation="relu")(inputs))
     x = layers.Dense(9, activity_regularizer=RowwiseOrthogonal())(x)
     x = layers.Dot(axes=(2, 1))([inputs, layers.Reshape((3, 3))(x)])
-    model = keras.Model(inputs, layers.Dense(4, activation="softmax")(layers.GlobalMaxPooling1D()(x)))
+    model = keras.Model(
+        inputs, layers.Dense(4, activation="softmax")(layers.GlobalMaxPooling1D()(x))
+    )
     points = np.random.default_rng(0).random((10, 12, 3)).astype("float32")
-    return Case(model, points, np.arange(10) % 4, loss="sparse_categorical_crossentropy", micro_batches=4)
+    return Case(
+        model, points, np.arange(10) % 4, loss="sparse_categorical_crossentropy", micro_batches=4
+    )
 
 
 def _augmented(*augmentation):
@@ -492,10 +571,14 @@ def test_augmentation_in_the_model():
 
     def theirs():
         first, second = gradients(x[:4], _LABELS[:4]), gradients(x[4:], _LABELS[4:])
-        keras.optimizers.SGD(0.1).apply([a + b for a, b in zip(first, second, strict=True)], variables)
+        keras.optimizers.SGD(0.1).apply(
+            [a + b for a, b in zip(first, second, strict=True)], variables
+        )
 
     def ours():
-        trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), _BINARY, gradient_accumulation_steps=2)
+        trainer = fa.Trainer(
+            model, keras.optimizers.SGD(0.1), _BINARY, gradient_accumulation_steps=2
+        )
         trainer.fit(x, _LABELS, batch_size=4, shuffle=False, verbose=0)
 
     return Steps(variables, ours, theirs, state=model.non_trainable_variables)
@@ -537,7 +620,9 @@ def test_normalization_in_the_model():
             layers.Dense(3, activation="softmax"),
         ]
     )
-    return Case(model, images, np.arange(10) % 3, loss="sparse_categorical_crossentropy", micro_batches=4)
+    return Case(
+        model, images, np.arange(10) % 3, loss="sparse_categorical_crossentropy", micro_batches=4
+    )
 
 
 @row(FAMILY, "attention-based multiple-instance learning: a list of instances, attention over them")
@@ -551,7 +636,10 @@ def test_multiple_instance():
             input_dim = input_shape[0][1]
             init, reg = "glorot_uniform", keras.regularizers.L2(0.01)
             self.v_weight_params = self.add_weight(
-                shape=(input_dim, self.weight_params_dim), initializer=init, regularizer=reg, name="v"
+                shape=(input_dim, self.weight_params_dim),
+                initializer=init,
+                regularizer=reg,
+                name="v",
             )
             self.w_weight_params = self.add_weight(
                 shape=(self.weight_params_dim, 1), initializer=init, regularizer=reg, name="w"
@@ -559,7 +647,11 @@ def test_multiple_instance():
 
         def call(self, inputs):
             scores = [
-                ops.tensordot(ops.tanh(ops.tensordot(each, self.v_weight_params, axes=1)), self.w_weight_params, axes=1)
+                ops.tensordot(
+                    ops.tanh(ops.tensordot(each, self.v_weight_params, axes=1)),
+                    self.w_weight_params,
+                    axes=1,
+                )
                 for each in inputs
             ]
             alpha = ops.softmax(ops.stack(scores), axis=0)
@@ -573,7 +665,9 @@ def test_multiple_instance():
         embeddings.append(shared_dense_layer_1(layers.Flatten()(inp)))
     alpha = MILAttentionLayer(4)(embeddings)
     multiply_layers = [layers.multiply([alpha[i], embeddings[i]]) for i in range(3)]
-    model = keras.Model(inputs, layers.Dense(2, activation="softmax")(layers.concatenate(multiply_layers, axis=1)))
+    model = keras.Model(
+        inputs, layers.Dense(2, activation="softmax")(layers.concatenate(multiply_layers, axis=1))
+    )
     x = [_images(9, channels=1, seed=s)[..., 0] for s in range(3)]
     y = np.arange(9) % 2
     return Case(
@@ -598,8 +692,12 @@ def _speech(rows=8, frames=12, features=6, classes=5, longest=4):
 
 def _speech_model(classes=5):
     inputs = layers.Input((12, 6))
-    x = layers.Bidirectional(layers.GRU(4, return_sequences=True))(layers.Conv1D(6, 3, padding="same")(inputs))
-    return inputs, layers.Dense(classes, activation="softmax")(layers.Dense(8, activation="relu")(x))
+    x = layers.Bidirectional(layers.GRU(4, return_sequences=True))(
+        layers.Conv1D(6, 3, padding="same")(inputs)
+    )
+    return inputs, layers.Dense(classes, activation="softmax")(
+        layers.Dense(8, activation="relu")(x)
+    )
 
 
 @row(FAMILY, "speech recognition: keras.losses.CTC, labels of different lengths")
@@ -637,7 +735,10 @@ class CTCLayer(layers.Layer):
         return y_pred
 
 
-@row(FAMILY, "OCR of captchas: an endpoint layer that adds a CTC loss for each row, labels among the inputs")
+@row(
+    FAMILY,
+    "OCR of captchas: an endpoint layer that adds a CTC loss for each row, labels among the inputs",
+)
 def test_captcha_ocr():
     inputs, predictions = _speech_model()
     labels = layers.Input(name="label", shape=(None,), dtype="float32")
@@ -653,7 +754,9 @@ class OldCTCLayer(layers.Layer):
         y_pred_t = ops.log(ops.transpose(y_pred, axes=[1, 0, 2]) + keras.backend.epsilon())
         frames = ops.shape(y_pred)[1] * ops.ones((ops.shape(y_true)[0],), dtype="int32")
         loss = tf.compat.v1.nn.ctc_loss(
-            inputs=y_pred_t, labels=tf.sparse.from_dense(ops.cast(y_true, "int32")), sequence_length=frames
+            inputs=y_pred_t,
+            labels=tf.sparse.from_dense(ops.cast(y_true, "int32")),
+            sequence_length=frames,
         )
         self.add_loss(ops.expand_dims(loss, 1))
         return y_pred
@@ -668,19 +771,35 @@ def test_captcha_ocr_sparse():
     return Case(model, [x, y.astype("float32")], micro_batches=3, jit_compile=False)
 
 
-@row(FAMILY, "image captioning: frozen CNN, Transformer decoder, a mask from the captions", mixed=True, fused=True)
+@row(
+    FAMILY,
+    "image captioning: frozen CNN, Transformer decoder, a mask from the captions",
+    mixed=True,
+    fused=True,
+)
 def test_image_captioning():
-    base_model = keras.Sequential([layers.Input((8, 8, 3)), layers.Conv2D(6, 3, strides=2), layers.Reshape((9, 6))])
+    base_model = keras.Sequential(
+        [layers.Input((8, 8, 3)), layers.Conv2D(6, 3, strides=2), layers.Reshape((9, 6))]
+    )
     base_model.trainable = False
-    image, caption = keras.Input((8, 8, 3), name="image"), keras.Input((5,), dtype="int32", name="caption")
+    image, caption = (
+        keras.Input((8, 8, 3), name="image"),
+        keras.Input((5,), dtype="int32", name="caption"),
+    )
     encoded = layers.Dense(8, activation="relu")(base_model(image))
-    encoded = layers.LayerNormalization()(encoded + layers.MultiHeadAttention(1, 8)(encoded, encoded))
+    encoded = layers.LayerNormalization()(
+        encoded + layers.MultiHeadAttention(1, 8)(encoded, encoded)
+    )
     words = layers.Embedding(15, 8, mask_zero=True)(caption)
-    x = layers.LayerNormalization()(words + layers.MultiHeadAttention(2, 8)(words, words, use_causal_mask=True))
+    x = layers.LayerNormalization()(
+        words + layers.MultiHeadAttention(2, 8)(words, words, use_causal_mask=True)
+    )
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8)(x, encoded))
     model = keras.Model({"image": image, "caption": caption}, layers.Dense(15, dtype="float32")(x))
     rng = np.random.default_rng(0)
-    tokens = np.where(np.arange(6) < (2 + np.arange(10) % 5)[:, None], rng.integers(1, 15, (10, 6)), 0).astype("int32")
+    tokens = np.where(
+        np.arange(6) < (2 + np.arange(10) % 5)[:, None], rng.integers(1, 15, (10, 6)), 0
+    ).astype("int32")
     return Case(
         model,
         {"image": _images(10), "caption": tokens[:, :-1]},
@@ -718,7 +837,9 @@ def test_conformer():
     model = keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
     x, _ = _speech(rows=9)
     y = np.random.default_rng(1).integers(0, 5, (9, 12))
-    return Case(model, x, y, loss="sparse_categorical_crossentropy", metrics=["accuracy"], micro_batches=2)
+    return Case(
+        model, x, y, loss="sparse_categorical_crossentropy", metrics=["accuracy"], micro_batches=2
+    )
 
 
 @row(FAMILY, "involution: kernels computed from the image")
@@ -737,15 +858,29 @@ def test_involution():
 
         def call(self, x):
             height, width = self.size
-            kernel = ops.reshape(self.kernel_gen(x), (-1, height, width, self.kernel_size**2, 1, self.group_number))
+            kernel = ops.reshape(
+                self.kernel_gen(x), (-1, height, width, self.kernel_size**2, 1, self.group_number)
+            )
             patches = ops.image.extract_patches(x, size=self.kernel_size, strides=1, padding="same")
             patches = ops.reshape(
-                patches, (-1, height, width, self.kernel_size**2, self.channel // self.group_number, self.group_number)
+                patches,
+                (
+                    -1,
+                    height,
+                    width,
+                    self.kernel_size**2,
+                    self.channel // self.group_number,
+                    self.group_number,
+                ),
             )
-            return ops.reshape(ops.sum(ops.multiply(kernel, patches), axis=3), (-1, height, width, self.channel))
+            return ops.reshape(
+                ops.sum(ops.multiply(kernel, patches), axis=3), (-1, height, width, self.channel)
+            )
 
     inputs = keras.Input((8, 8, 3))
     x = layers.MaxPooling2D((2, 2))(layers.ReLU()(Involution(3, 1, 3)(inputs)))
     model = keras.Model(inputs, layers.Dense(5)(layers.Flatten()(x)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return Case(model, _images(10), np.arange(10) % 5, loss=loss, metrics=["accuracy"], micro_batches=4)
+    return Case(
+        model, _images(10), np.arange(10) % 5, loss=loss, metrics=["accuracy"], micro_batches=4
+    )

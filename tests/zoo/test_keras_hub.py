@@ -1,5 +1,5 @@
-"""KerasHub: its tasks at a tiny size, with data as its preprocessors make it, the loss and metrics those that a task
-compiles itself with.
+"""KerasHub: its tasks at a tiny size, with data as its preprocessors make it, the loss and metrics
+those that a task compiles itself with.
 """
 
 import keras
@@ -18,7 +18,9 @@ VOCABULARY, LENGTH, ROWS = 23, 6, 7
 
 
 def _tokens(seed=0):
-    """Right-padded token ids and their mask; 7 rows, which two micro-batches do not share evenly."""
+    """Right-padded token ids and their mask; 7 rows, which two micro-batches do not share
+    evenly.
+    """
     rng = np.random.default_rng(seed)
     mask = np.arange(LENGTH) < rng.integers(2, LENGTH + 1, (ROWS, 1))
     return np.where(mask, rng.integers(1, VOCABULARY, mask.shape), 0), mask.astype("int32")
@@ -38,7 +40,9 @@ def _next_token(model, **options):
 
 
 def _masked_lm(model, segments=False):
-    """As a MaskedLMPreprocessor makes it: positions that are masked, of which some rows have fewer."""
+    """As a MaskedLMPreprocessor makes it: positions that are masked, of which some rows have
+    fewer.
+    """
     ids, mask = _tokens()
     rng = np.random.default_rng(1)
     weight = (np.arange(2) < rng.integers(1, 3, (ROWS, 1))).astype("float32")
@@ -68,17 +72,26 @@ def _without_dropout(model):
 
 def _images(model, size=32, rows=4, classes=3, **options):
     rng = np.random.default_rng(0)
-    return Case(model, rng.normal(size=(rows, size, size, 3)).astype("float32"), np.arange(rows) % classes, **options)
+    return Case(
+        model,
+        rng.normal(size=(rows, size, size, 3)).astype("float32"),
+        np.arange(rows) % classes,
+        **options,
+    )
 
 
 # Decoders.
 
-COUPLED = "The balance between experts is that of a micro-batch. Compared with a loop over micro-batches."
+COUPLED = (
+    "The balance between experts is that of a micro-batch. Compared with a loop over micro-batches."
+)
 
 
 def _even(case):
     """Micro-batches of as many rows each, for a loop over them."""
-    case.x, case.y, case.sample_weight = tf.nest.map_structure(lambda a: a[:6], (case.x, case.y, case.sample_weight))
+    case.x, case.y, case.sample_weight = tf.nest.map_structure(
+        lambda a: a[:6], (case.x, case.y, case.sample_weight)
+    )
     case.by_micro_batch = True
     return case
 
@@ -135,7 +148,9 @@ def test_llama3():
 
 @row("KerasHub", "Mistral with a sliding window, causal language model", fused=True)
 def test_mistral():
-    return _next_token(hub.MistralCausalLM(hub.MistralBackbone(**DECODER, **GROUPED, sliding_window=3)))
+    return _next_token(
+        hub.MistralCausalLM(hub.MistralBackbone(**DECODER, **GROUPED, sliding_window=3))
+    )
 
 
 @row("KerasHub", "Qwen 2.5, causal language model", fused=True)
@@ -154,7 +169,9 @@ def test_phi3():
 
 
 def _gemma():
-    backbone = hub.GemmaBackbone(**DECODER, **GROUPED, head_dim=4, attention_logit_soft_cap=50, final_logit_soft_cap=30)
+    backbone = hub.GemmaBackbone(
+        **DECODER, **GROUPED, head_dim=4, attention_logit_soft_cap=50, final_logit_soft_cap=30
+    )
     return hub.GemmaCausalLM(backbone)
 
 
@@ -173,7 +190,9 @@ def test_gemma_lora():
     return _next_token(model)
 
 
-@row("KerasHub", "Mixtral, a mixture of experts with a load-balancing loss", note=COUPLED, fused=True)
+@row(
+    "KerasHub", "Mixtral, a mixture of experts with a load-balancing loss", note=COUPLED, fused=True
+)
 def test_mixtral():
     backbone = hub.MixtralBackbone(**DECODER, **GROUPED, num_experts=3, output_router_logits=True)
     return _even(_next_token(hub.MixtralCausalLM(backbone)))
@@ -181,7 +200,12 @@ def test_mixtral():
 
 @row("KerasHub", "Qwen MoE with shared experts, causal language model", note=COUPLED, fused=True)
 def test_qwen_moe():
-    experts = {"moe_intermediate_dim": 8, "shared_expert_intermediate_dim": 8, "num_experts": 3, "top_k": 2}
+    experts = {
+        "moe_intermediate_dim": 8,
+        "shared_expert_intermediate_dim": 8,
+        "num_experts": 3,
+        "top_k": 2,
+    }
     backbone = hub.QwenMoeBackbone(**DECODER, **GROUPED, **experts, output_router_logits=True)
     return _even(_next_token(hub.QwenMoeCausalLM(backbone)))
 
@@ -197,14 +221,25 @@ def test_gpt_oss():
 ENCODER = {**DECODER, **HEADS}
 LONGER = {"max_sequence_length": 8}
 SEGMENTS = (
-    "The largest error is in the segment's embedding. The normalization after it removes nearly all of "
-    "its gradient, because every token has it. Keras's step differs from float64 by as much."
+    "The largest error is in the segment's embedding. The normalization after it removes nearly "
+    "all of its gradient, because every token has it. Keras's step differs from float64 by as "
+    "much."
 )
 
 
-@row("KerasHub", "BERT, text classifier", mixed=True, quick=True, tolerance=5e-5, note=SEGMENTS, fused=True)
+@row(
+    "KerasHub",
+    "BERT, text classifier",
+    mixed=True,
+    quick=True,
+    tolerance=5e-5,
+    note=SEGMENTS,
+    fused=True,
+)
 def test_bert_classifier():
-    return _classified(hub.BertTextClassifier(hub.BertBackbone(**ENCODER), 3, dropout=0.0), segments=True)
+    return _classified(
+        hub.BertTextClassifier(hub.BertBackbone(**ENCODER), 3, dropout=0.0), segments=True
+    )
 
 
 @row("KerasHub", "BERT with a frozen backbone, text classifier", fused=True)
@@ -231,7 +266,9 @@ def test_roberta_masked_lm():
 
 @row("KerasHub", "DistilBERT, text classifier", fused=True)
 def test_distil_bert():
-    return _classified(hub.DistilBertTextClassifier(hub.DistilBertBackbone(**ENCODER), 3, dropout=0.0))
+    return _classified(
+        hub.DistilBertTextClassifier(hub.DistilBertBackbone(**ENCODER), 3, dropout=0.0)
+    )
 
 
 @row("KerasHub", "ALBERT with shared layers, text classifier", fused=True)
@@ -256,25 +293,63 @@ def test_f_net():
 
 # Text, by the preprocessor of each.
 
-SENTENCES = ["the quick brown fox", "a fox", "the dog jumped", "quick", "the fox jumped the dog", "a dog jumped", "fox"]
+SENTENCES = [
+    "the quick brown fox",
+    "a fox",
+    "the dog jumped",
+    "quick",
+    "the fox jumped the dog",
+    "a dog jumped",
+    "fox",
+]
 
 
 def _bert_tokenizer():
-    words = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]", "the", "a", "quick", "brown", "fox", "dog", "jumped"]
+    words = [
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[PAD]",
+        "[MASK]",
+        "the",
+        "a",
+        "quick",
+        "brown",
+        "fox",
+        "dog",
+        "jumped",
+    ]
     return hub.BertTokenizer(vocabulary=words, lowercase=True)
 
 
-@row("KerasHub", "BERT, text classifier on strings", quick=True, tolerance=5e-5, note=SEGMENTS, fused=True)
+@row(
+    "KerasHub",
+    "BERT, text classifier on strings",
+    quick=True,
+    tolerance=5e-5,
+    note=SEGMENTS,
+    fused=True,
+)
 def test_bert_strings():
     preprocessor = hub.BertTextClassifierPreprocessor(_bert_tokenizer(), sequence_length=8)
-    model = hub.BertTextClassifier(hub.BertBackbone(**{**ENCODER, **LONGER}), 3, preprocessor=preprocessor, dropout=0.0)
+    model = hub.BertTextClassifier(
+        hub.BertBackbone(**{**ENCODER, **LONGER}), 3, preprocessor=preprocessor, dropout=0.0
+    )
     return Case(model, np.array(SENTENCES), np.arange(ROWS) % 3)
 
 
-@row("KerasHub", "BERT, text classifier on pairs of strings, weighted", tolerance=5e-5, note=SEGMENTS, fused=True)
+@row(
+    "KerasHub",
+    "BERT, text classifier on pairs of strings, weighted",
+    tolerance=5e-5,
+    note=SEGMENTS,
+    fused=True,
+)
 def test_bert_pairs():
     preprocessor = hub.BertTextClassifierPreprocessor(_bert_tokenizer(), sequence_length=8)
-    model = hub.BertTextClassifier(hub.BertBackbone(**{**ENCODER, **LONGER}), 3, preprocessor=preprocessor, dropout=0.0)
+    model = hub.BertTextClassifier(
+        hub.BertBackbone(**{**ENCODER, **LONGER}), 3, preprocessor=preprocessor, dropout=0.0
+    )
     pairs = np.array(SENTENCES), np.array(SENTENCES[::-1])
     weight = np.linspace(0, 2, ROWS).astype("float32")
     return Case(model, pairs, np.arange(ROWS) % 3, sample_weight=weight)
@@ -285,14 +360,31 @@ def test_gpt2_strings():
     vocabulary = {
         word: i
         for i, word in enumerate(
-            ["<|endoftext|>", *"aquickfox", "Ġ", "ui", "ck", "uick", "Ġq", "Ġquick", "Ġf", "ox", "Ġfox"]
+            [
+                "<|endoftext|>",
+                *"aquickfox",
+                "Ġ",
+                "ui",
+                "ck",
+                "uick",
+                "Ġq",
+                "Ġquick",
+                "Ġf",
+                "ox",
+                "Ġfox",
+            ]
         )
     }
     merges = ["Ġ q", "u i", "c k", "ui ck", "Ġq uick", "Ġ f", "o x", "Ġf ox"]
     tokenizer = hub.GPT2Tokenizer(vocabulary=vocabulary, merges=merges)
     preprocessor = hub.GPT2CausalLMPreprocessor(tokenizer, sequence_length=LENGTH)
     model = hub.GPT2CausalLM(hub.GPT2Backbone(**DECODER, **HEADS), preprocessor=preprocessor)
-    return Case(model, np.array(["a quick fox", "a fox", "a", "a fox quick", "a quick", "a fox fox", "a quick quick"]))
+    return Case(
+        model,
+        np.array(
+            ["a quick fox", "a fox", "a", "a fox quick", "a quick", "a fox fox", "a quick quick"]
+        ),
+    )
 
 
 # Encoders with decoders.
@@ -320,7 +412,11 @@ def test_bart():
 @row("KerasHub", "Whisper's backbone with a head, speech to text", fused=True)
 def test_whisper():
     backbone = hub.WhisperBackbone(
-        **DECODER, num_heads=2, num_mels=5, max_encoder_sequence_length=8, max_decoder_sequence_length=LENGTH
+        **DECODER,
+        num_heads=2,
+        num_mels=5,
+        max_encoder_sequence_length=8,
+        max_decoder_sequence_length=LENGTH,
     )
     hidden = backbone.output["decoder_sequence_output"]
     model = keras.Model(backbone.input, backbone.token_embedding(hidden, reverse=True))
@@ -352,7 +448,9 @@ def _segmented(model):
 
 @row("KerasHub", "ViT, image classifier", quick=True, tolerance=5e-5, note=NO_GRADIENT, fused=True)
 def test_vit():
-    backbone = hub.ViTBackbone((32, 32, 3), patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24)
+    backbone = hub.ViTBackbone(
+        (32, 32, 3), patch_size=16, num_layers=2, num_heads=2, hidden_dim=16, mlp_dim=24
+    )
     return _images(hub.ViTImageClassifier(backbone, 3), rows=7)
 
 
@@ -372,7 +470,9 @@ def test_resnet():
 
 @row("KerasHub", "ResNet v2 with a frozen backbone, image classifier")
 def test_resnet_frozen():
-    backbone = hub.ResNetBackbone([8], [7], [64], [1], [1], "bottleneck_block", True, image_shape=(32, 32, 3))
+    backbone = hub.ResNetBackbone(
+        [8], [7], [64], [1], [1], "bottleneck_block", True, image_shape=(32, 32, 3)
+    )
     backbone.trainable = False
     return _images(hub.ResNetImageClassifier(backbone, 3), rows=7)
 
@@ -392,7 +492,9 @@ def test_densenet():
 @row("KerasHub", "VGG, image classifier")
 def test_vgg():
     backbone = hub.VGGBackbone([1, 1], [8, 8], image_shape=(32, 32, 3))
-    return _images(_without_dropout(hub.VGGImageClassifier(backbone, 3, pooling_hidden_dim=16)), rows=7)
+    return _images(
+        _without_dropout(hub.VGGImageClassifier(backbone, 3, pooling_hidden_dim=16)), rows=7
+    )
 
 
 @row("KerasHub", "Xception, image classifier")
@@ -452,7 +554,9 @@ def test_segformer():
 
 @row("KerasHub", "DeepLabV3+, image segmenter", tolerance=1e-4, note=NO_GRADIENT)
 def test_deeplab_v3():
-    encoder = hub.ResNetBackbone([8], [7], [64, 64], [1, 1], [1, 2], "bottleneck_block", image_shape=(32, 32, 3))
+    encoder = hub.ResNetBackbone(
+        [8], [7], [64, 64], [1, 1], [1, 2], "bottleneck_block", image_shape=(32, 32, 3)
+    )
     backbone = hub.DeepLabV3Backbone(
         encoder,
         spatial_pyramid_pooling_key="P3",
@@ -469,13 +573,21 @@ def test_deeplab_v3():
 
 
 def _retinanet():
-    encoder = hub.ResNetBackbone([64], [7], [64, 64, 64], [1, 1, 1], [1, 2, 2], "basic_block", image_shape=(64, 64, 3))
-    backbone = hub.RetinaNetBackbone(encoder, min_level=3, max_level=4, use_p5=False, image_shape=(64, 64, 3))
-    model = hub.RetinaNetObjectDetector(backbone, 3, bounding_box_format="xyxy", pre_logits_num_conv_layers=1)
+    encoder = hub.ResNetBackbone(
+        [64], [7], [64, 64, 64], [1, 1, 1], [1, 2, 2], "basic_block", image_shape=(64, 64, 3)
+    )
+    backbone = hub.RetinaNetBackbone(
+        encoder, min_level=3, max_level=4, use_p5=False, image_shape=(64, 64, 3)
+    )
+    model = hub.RetinaNetObjectDetector(
+        backbone, 3, bounding_box_format="xyxy", pre_logits_num_conv_layers=1
+    )
     rng = np.random.default_rng(0)
     corner = rng.uniform(0, 30, (4, 2, 2))
     boxes = np.concatenate([corner, corner + rng.uniform(10, 30, (4, 2, 2))], -1).astype("float32")
-    case = _images(model, size=64, by_micro_batch=True, optimizer=lambda: keras.optimizers.SGD(1e-4))
+    case = _images(
+        model, size=64, by_micro_batch=True, optimizer=lambda: keras.optimizers.SGD(1e-4)
+    )
     case.y = {"boxes": boxes, "labels": rng.integers(0, 3, (4, 2)).astype("float32")}
     return case
 
@@ -501,9 +613,17 @@ def _by_hand(case):
     def ours():
         step = fa.TrainStep(loss_fn, model.trainable_variables, case.optimizer())
         batch = case.x if case.y is None else (case.x, case.y)
-        return {"loss": float(step(tf.nest.map_structure(lambda a: tf.reshape(a, (2, -1, *a.shape[1:])), batch)).loss)}
+        return {
+            "loss": float(
+                step(
+                    tf.nest.map_structure(lambda a: tf.reshape(a, (2, -1, *a.shape[1:])), batch)
+                ).loss
+            )
+        }
 
-    return Steps(model.trainable_variables, ours, lambda: step_of_keras(case), model.non_trainable_variables)
+    return Steps(
+        model.trainable_variables, ours, lambda: step_of_keras(case), model.non_trainable_variables
+    )
 
 
 @row(
@@ -520,7 +640,9 @@ def test_retinanet_by_hand():
 def _siglip():
     widths = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "intermediate_dim": 16}
     vision = hub.SigLIPVisionEncoder(patch_size=8, image_shape=(16, 16, 3), **widths)
-    text = hub.SigLIPTextEncoder(VOCABULARY, 8, max_sequence_length=LENGTH, projection_dim=8, **widths)
+    text = hub.SigLIPTextEncoder(
+        VOCABULARY, 8, max_sequence_length=LENGTH, projection_dim=8, **widths
+    )
     model = hub.SigLIPBackbone(vision, text)
     model.compile()
     images = np.random.default_rng(0).normal(size=(6, 16, 16, 3)).astype("float32")

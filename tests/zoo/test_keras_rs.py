@@ -17,7 +17,11 @@ def _adagrad():
 
 def _ids(rows=7, seed=0):
     rng = np.random.default_rng(seed)
-    return rng.integers(0, USERS, rows), rng.integers(0, MOVIES, rows), rng.uniform(size=rows).astype("float32")
+    return (
+        rng.integers(0, USERS, rows),
+        rng.integers(0, MOVIES, rows),
+        rng.uniform(size=rows).astype("float32"),
+    )
 
 
 # Ranking.
@@ -45,8 +49,12 @@ class DLRM(keras.Model):
             "movie": keras.layers.Embedding(MOVIES, WIDTH),
         }
         self.genres = keras_rs.layers.EmbedReduce(6, WIDTH, combiner="mean")
-        self.bottom = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(WIDTH, "relu")])
-        self.dot_layer = keras_rs.layers.DotInteraction(self_interaction=False, skip_gather=skip_gather)
+        self.bottom = keras.Sequential(
+            [keras.layers.Dense(8, "relu"), keras.layers.Dense(WIDTH, "relu")]
+        )
+        self.dot_layer = keras_rs.layers.DotInteraction(
+            self_interaction=False, skip_gather=skip_gather
+        )
         self.top = keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
 
     def call(self, inputs):
@@ -67,7 +75,13 @@ def _dlrm(skip_gather):
         "genre_weights": rng.integers(1, 3, (7, 3)).astype("float32"),
         "dense": rng.normal(size=(7, 5)).astype("float32"),
     }
-    return Case(DLRM(skip_gather), x, ratings[:, None], loss="mse", metrics=[keras.metrics.RootMeanSquaredError()])
+    return Case(
+        DLRM(skip_gather),
+        x,
+        ratings[:, None],
+        loss="mse",
+        metrics=[keras.metrics.RootMeanSquaredError()],
+    )
 
 
 @row("keras-rs", "DLRM: embeddings, weighted bags, dot interaction", mixed=True, quick=True)
@@ -87,23 +101,35 @@ class Lists(keras.Model):
         super().__init__()
         self.user_embedding = keras.layers.Embedding(USERS, WIDTH)
         self.candidate_embedding = keras.layers.Embedding(MOVIES, WIDTH)
-        self.ratings = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
+        self.ratings = keras.Sequential(
+            [keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)]
+        )
 
     def call(self, inputs):
         user_id, movie_id = inputs["user_id"], inputs["movie_id"]
-        users = ops.repeat(ops.expand_dims(self.user_embedding(user_id), 1), ops.shape(movie_id)[-1], axis=1)
+        users = ops.repeat(
+            ops.expand_dims(self.user_embedding(user_id), 1), ops.shape(movie_id)[-1], axis=1
+        )
         scores = self.ratings(ops.concatenate([users, self.candidate_embedding(movie_id)], axis=-1))
         return ops.squeeze(scores, axis=-1)
 
 
-SHIFT = "The largest error is in the last bias, which shifts all scores alike: its exact gradient is 0."
+SHIFT = (
+    "The largest error is in the last bias, which shifts all scores alike: its exact gradient is 0."
+)
 
 
 def _lists(loss, **options):
     rng = np.random.default_rng(0)
-    x = {"user_id": rng.permutation(USERS)[:7], "movie_id": rng.permutation(MOVIES)[:35].reshape(7, 5)}
+    x = {
+        "user_id": rng.permutation(USERS)[:7],
+        "movie_id": rng.permutation(MOVIES)[:35].reshape(7, 5),
+    }
     y = rng.integers(0, 5, (7, 5)).astype("float32")
-    metrics = [keras_rs.metrics.NDCG(k=5, name="ndcg"), keras_rs.metrics.MeanReciprocalRank(name="mrr")]
+    metrics = [
+        keras_rs.metrics.NDCG(k=5, name="ndcg"),
+        keras_rs.metrics.MeanReciprocalRank(name="mrr"),
+    ]
     return Case(Lists(), x, y, loss=loss, metrics=metrics, **options)
 
 
@@ -112,7 +138,13 @@ def test_pairwise_hinge():
     return _lists(keras_rs.losses.PairwiseHingeLoss(), optimizer=_adagrad)
 
 
-@row("keras-rs", "Ranking lists, pairwise logistic loss, weights by item", mixed=True, tolerance=1e-3, note=SHIFT)
+@row(
+    "keras-rs",
+    "Ranking lists, pairwise logistic loss, weights by item",
+    mixed=True,
+    tolerance=1e-3,
+    note=SHIFT,
+)
 def test_pairwise_logistic():
     weight = np.random.default_rng(2).integers(0, 3, (7, 5)).astype("float32")
     return _lists(keras_rs.losses.PairwiseLogisticLoss(), sample_weight=weight)
@@ -168,7 +200,9 @@ def test_retrieval():
 
 
 class InBatch(keras.Model):
-    """Two towers against the other movies of the batch: hard negatives, sampling correction, accidental hits."""
+    """Two towers against the other movies of the batch: hard negatives, sampling correction,
+    accidental hits.
+    """
 
     def __init__(self):
         super().__init__()
@@ -180,7 +214,10 @@ class InBatch(keras.Model):
         self.loss_fn = keras.losses.CategoricalCrossentropy(from_logits=True)
 
     def call(self, inputs, training=False):
-        return {"users": self.user_embedding(inputs["user"]), "movies": self.candidate_embedding(inputs["movie"])}
+        return {
+            "users": self.user_embedding(inputs["user"]),
+            "movies": self.candidate_embedding(inputs["movie"]),
+        }
 
     def compute_loss(self, x, y, y_pred, sample_weight, training=True):
         scores = ops.matmul(y_pred["users"], ops.transpose(y_pred["movies"]))
@@ -223,7 +260,9 @@ class MultiTask(keras.Model):
 
     def compute_loss(self, x, y, y_pred, sample_weight, training=True):
         ratings = ops.expand_dims(y, -1)
-        retrieval = keras.losses.BinaryCrossentropy(from_logits=True)(ratings, y_pred["score"], sample_weight)
+        retrieval = keras.losses.BinaryCrossentropy(from_logits=True)(
+            ratings, y_pred["score"], sample_weight
+        )
         return 0.5 * retrieval + self.ranking_loss_fn(ratings, y_pred["rating"], sample_weight)
 
     def compute_metrics(self, x, y, y_pred, sample_weight=None):
@@ -264,7 +303,9 @@ class SasRec(keras.Model):
         logits = ops.concatenate([positive, negative], axis=1)
         labels = ops.concatenate([ops.ones_like(positive), ops.zeros_like(negative)], axis=1)
         weight = ops.concatenate([sample_weight, sample_weight], axis=1)
-        loss = self.loss_fn(ops.expand_dims(labels, -1), ops.expand_dims(logits, -1), sample_weight=weight)
+        loss = self.loss_fn(
+            ops.expand_dims(labels, -1), ops.expand_dims(logits, -1), sample_weight=weight
+        )
         return ops.divide_no_nan(ops.sum(loss), ops.sum(weight))
 
 
@@ -277,7 +318,9 @@ class SasRec(keras.Model):
 def test_sas_rec():
     rng = np.random.default_rng(0)
     mask = np.arange(6) < rng.integers(2, 7, (8, 1))
-    item, positive, negative = (np.where(mask, rng.integers(1, MOVIES, mask.shape), 0) for _ in range(3))
+    item, positive, negative = (
+        np.where(mask, rng.integers(1, MOVIES, mask.shape), 0) for _ in range(3)
+    )
     x = {"item_ids": item, "padding_mask": mask}
     y = {"positive_sequence": positive, "negative_sequence": negative}
     return Case(SasRec(6), x, y, sample_weight=mask.astype("float32"), by_micro_batch=True)

@@ -1,4 +1,6 @@
-"""The planner's choice for a KerasHub model, under one of the limits of `python -m benchmarks.memory plan`."""
+"""The planner's choice for a KerasHub model, under one of the limits of `python -m
+benchmarks.memory plan`.
+"""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""tensorflow-probability's layers (tf_keras). Weights and latents stand at their posterior's mean where the full batch
-and micro-batches would draw different samples.
+"""tensorflow-probability's layers (tf_keras). Weights and latents stand at their posterior's mean
+where the full batch and micro-batches would draw different samples.
 """
 
 import numpy as np
@@ -35,7 +35,9 @@ def posterior(kernel_size, bias_size=0, dtype=None):
     c = np.log(np.expm1(1.0))
     return tf_keras.Sequential(
         [
-            tfpl.VariableLayer(2 * n, dtype=dtype, initializer=tf_keras.initializers.RandomNormal(seed=1)),
+            tfpl.VariableLayer(
+                2 * n, dtype=dtype, initializer=tf_keras.initializers.RandomNormal(seed=1)
+            ),
             tfpl.DistributionLambda(
                 lambda t: tfd.Independent(
                     tfd.Normal(loc=t[..., :n], scale=1e-5 + tf.nn.softplus(c + t[..., n:])),
@@ -60,7 +62,11 @@ def prior(kernel_size, bias_size=0, dtype=None):
     )
 
 
-@row(FAMILY, "DistributionLambda: regression with a variance of its own, negative log-likelihood", quick=True)
+@row(
+    FAMILY,
+    "DistributionLambda: regression with a variance of its own, negative log-likelihood",
+    quick=True,
+)
 def test_distribution_lambda():
     x, y = points()
     model = tf_keras.Sequential(
@@ -68,7 +74,9 @@ def test_distribution_lambda():
             tf_keras.layers.Dense(8, activation="relu", input_shape=(3,)),
             tf_keras.layers.Dense(2),
             tfpl.DistributionLambda(
-                lambda t: tfd.Normal(loc=t[..., :1], scale=1e-3 + tf.math.softplus(0.05 * t[..., 1:]))
+                lambda t: tfd.Normal(
+                    loc=t[..., :1], scale=1e-3 + tf.math.softplus(0.05 * t[..., 1:])
+                )
             ),
         ]
     )
@@ -83,7 +91,9 @@ def test_dense_variational():
             tf_keras.Input((3,)),
             tfpl.DenseVariational(2, posterior, prior, kl_weight=1 / ROWS, kl_use_exact=True),
             tfpl.DistributionLambda(
-                lambda t: tfd.Normal(loc=t[..., :1], scale=1e-3 + tf.math.softplus(0.01 * t[..., 1:]))
+                lambda t: tfd.Normal(
+                    loc=t[..., :1], scale=1e-3 + tf.math.softplus(0.01 * t[..., 1:])
+                )
             ),
         ]
     )
@@ -105,7 +115,9 @@ def test_dense_reparameterization():
         ]
     )
     loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return Case(model, x, (y[:, 0] > 0).astype("int32"), loss=loss, metrics=["accuracy"], micro_batches=4)
+    return Case(
+        model, x, (y[:, 0] > 0).astype("int32"), loss=loss, metrics=["accuracy"], micro_batches=4
+    )
 
 
 @row(FAMILY, "DenseFlipout and Convolution2DFlipout: Bayesian LeNet")
@@ -129,13 +141,20 @@ def test_flipout():
     return Case(model, x, y, loss=loss, metrics=["accuracy"])
 
 
-@row(FAMILY, "IndependentNormal: two outputs of a distribution each, negative log-likelihoods with weights")
+@row(
+    FAMILY,
+    "IndependentNormal: two outputs of a distribution each, negative log-likelihoods with weights",
+)
 def test_independent_normal():
     x, y = points()
     inputs = tf_keras.Input((3,))
     h = tf_keras.layers.Dense(8, activation="tanh")(inputs)
-    a = tfpl.IndependentNormal(1, name="a")(tf_keras.layers.Dense(tfpl.IndependentNormal.params_size(1))(h))
-    b = tfpl.IndependentPoisson(1, name="b")(tf_keras.layers.Dense(tfpl.IndependentPoisson.params_size(1))(h))
+    a = tfpl.IndependentNormal(1, name="a")(
+        tf_keras.layers.Dense(tfpl.IndependentNormal.params_size(1))(h)
+    )
+    b = tfpl.IndependentPoisson(1, name="b")(
+        tf_keras.layers.Dense(tfpl.IndependentPoisson.params_size(1))(h)
+    )
     return Case(
         tf_keras.Model(inputs, [a, b]),
         x,
@@ -190,7 +209,11 @@ def vae(**latent):
                 convert_to_tensor_fn=at_mean,
                 activity_regularizer=tfpl.KLDivergenceRegularizer(code) if regularizer else None,
             ),
-            *([] if regularizer else [tfpl.KLDivergenceAddLoss(code, use_exact_kl=False, weight=0.5)]),
+            *(
+                []
+                if regularizer
+                else [tfpl.KLDivergenceAddLoss(code, use_exact_kl=False, weight=0.5)]
+            ),
         ]
     )
     decoder = tf_keras.Sequential(
@@ -262,7 +285,9 @@ def test_real_nvp():
             tfb.RealNVP(num_masked=2, shift_and_log_scale_fn=template[1]),
         ]
     )
-    tfd.TransformedDistribution(tfd.MultivariateNormalDiag(tf.zeros(4)), chain).log_prob(tf.zeros([1, 4]))
+    tfd.TransformedDistribution(tfd.MultivariateNormalDiag(tf.zeros(4)), chain).log_prob(
+        tf.zeros([1, 4])
+    )
     return _flow(chain, [v for each in template for v in each.trainable_variables])
 
 
@@ -272,7 +297,9 @@ def test_trainable_distribution():
     loc = tf.Variable([[-1.0], [1.0]])
     scale = tfp.util.TransformedVariable([[1.0], [2.0]], tfb.Softplus())
     logits = tf.Variable([0.0, 0.5])
-    mixture = tfd.MixtureSameFamily(tfd.Categorical(logits=logits), tfd.MultivariateNormalDiag(loc, scale))
+    mixture = tfd.MixtureSameFamily(
+        tfd.Categorical(logits=logits), tfd.MultivariateNormalDiag(loc, scale)
+    )
     variables = list(mixture.trainable_variables)
 
     def theirs():

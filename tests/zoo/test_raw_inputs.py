@@ -1,4 +1,6 @@
-"""Raw inputs: strings to KerasHub's tasks, which preprocess them, and to models that encode text."""
+"""Raw inputs: strings to KerasHub's tasks, which preprocess them, and to models that encode
+text.
+"""
 
 import keras
 import numpy as np
@@ -32,12 +34,16 @@ def classifier():
     )
     tokenizer = keras_hub.models.BertTokenizer(vocabulary=WORDS)
     preprocessor = keras_hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=8)
-    return keras_hub.models.BertTextClassifier(backbone, num_classes=2, preprocessor=preprocessor, dropout=0.0)
+    return keras_hub.models.BertTextClassifier(
+        backbone, num_classes=2, preprocessor=preprocessor, dropout=0.0
+    )
 
 
 def causal_lm():
     keras.utils.set_random_seed(0)
-    vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", "a", "b", "c", "Ġ", "ab", "Ġa", "Ġb"])}
+    vocabulary = {
+        token: i for i, token in enumerate(["<|endoftext|>", "a", "b", "c", "Ġ", "ab", "Ġa", "Ġb"])
+    }
     tokenizer = keras_hub.models.GPT2Tokenizer(vocabulary=vocabulary, merges=["a b", "Ġ a", "Ġ b"])
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=8,
@@ -54,13 +60,17 @@ def causal_lm():
 
 @row("KerasHub", "BERT, text classifier, strings through its own preprocessor", fused=True)
 def test_bert_from_strings():
-    return Case(classifier(), TEXT, LABELS, loss=cross_entropy(), metrics=["sparse_categorical_accuracy"])
+    return Case(
+        classifier(), TEXT, LABELS, loss=cross_entropy(), metrics=["sparse_categorical_accuracy"]
+    )
 
 
 @row("KerasHub", "GPT-2, causal language model, strings alone", quick=True, fused=True)
 def test_gpt2_from_strings():
     text = ["a b ab", "b a", "ab ab ab", "c"] * 2
-    return Case(causal_lm(), text, loss=cross_entropy(), weighted_metrics=["sparse_categorical_accuracy"])
+    return Case(
+        causal_lm(), text, loss=cross_entropy(), weighted_metrics=["sparse_categorical_accuracy"]
+    )
 
 
 @row("keras.io", "Text classification, TextVectorization in the model (jit_compile=False)")
@@ -72,7 +82,9 @@ def test_text_vectorization():
     h = keras.layers.Embedding(12, 4)(vectorize(inputs))
     h = keras.layers.GlobalAveragePooling1D()(h)
     model = keras.Model(inputs, keras.layers.Dense(2)(h))
-    return Case(model, np.array(TEXT, dtype=object), LABELS, loss=cross_entropy(), jit_compile=False)
+    return Case(
+        model, np.array(TEXT, dtype=object), LABELS, loss=cross_entropy(), jit_compile=False
+    )
 
 
 def dataset(size, labels=True):
@@ -84,7 +96,11 @@ def dataset(size, labels=True):
     ("data", "reference", "fit"),
     [
         (lambda: (TEXT, LABELS.tolist()), None, {}),
-        (lambda: (np.array(TEXT), LABELS), None, {"sample_weight": np.arange(1.0, 9.0, dtype="float32")}),
+        (
+            lambda: (np.array(TEXT), LABELS),
+            None,
+            {"sample_weight": np.arange(1.0, 9.0, dtype="float32")},
+        ),
         (lambda: (dataset(4),), lambda: (dataset(8),), {"class_weight": {0: 1.0, 1: 3.0}}),
         (lambda: (np.array(TEXT), LABELS), None, {"validation_split": 0.25}),
         (lambda: (TEXT, LABELS), None, {"validation_data": dataset(3)}),
@@ -116,4 +132,6 @@ def test_a_task_takes_what_its_own_fit_takes(data, reference, fit):
     weight = {"sample_weight": fit["sample_weight"]} if "sample_weight" in fit else {}
     evaluated = theirs.evaluate(*data(), **weight, verbose=0)
     assert ours.evaluate(*data(), **weight, verbose=0) == pytest.approx(evaluated, rel=1e-5)
-    np.testing.assert_allclose(ours.predict(TEXT, verbose=0), theirs.predict(TEXT, verbose=0), atol=1e-6)
+    np.testing.assert_allclose(
+        ours.predict(TEXT, verbose=0), theirs.predict(TEXT, verbose=0), atol=1e-6
+    )

@@ -1,4 +1,6 @@
-"""tf_keras (Keras 2): its applications and idioms. Those of tensorflow-addons are in test_addons.py."""
+"""tf_keras (Keras 2): its applications and idioms. Those of tensorflow-addons are in
+test_addons.py.
+"""
 
 import numpy as np
 import tensorflow as tf
@@ -53,7 +55,14 @@ def test_mobilenet():
         (32, 32, 3), alpha=0.25, dropout=0.0, weights=None, classes=3, classifier_activation=None
     )
     _, y = points(rows=16)
-    return Case(model, images(16, 32), y[:, None], loss=cross_entropy(), metrics=["accuracy"], by_micro_batch=True)
+    return Case(
+        model,
+        images(16, 32),
+        y[:, None],
+        loss=cross_entropy(),
+        metrics=["accuracy"],
+        by_micro_batch=True,
+    )
 
 
 @row(FAMILY, "VGG16's first blocks with a new head, the blocks frozen")
@@ -61,7 +70,9 @@ def test_vgg_transfer():
     base = tf_keras.applications.VGG16(include_top=False, weights=None, input_shape=(32, 32, 3))
     base = tf_keras.Model(base.input, base.get_layer("block2_pool").output)
     base.trainable = False
-    model = tf_keras.Sequential([base, tf_keras.layers.GlobalMaxPooling2D(), tf_keras.layers.Dense(3)])
+    model = tf_keras.Sequential(
+        [base, tf_keras.layers.GlobalMaxPooling2D(), tf_keras.layers.Dense(3)]
+    )
     _, y = points()
     return Case(model, 10 * images(ROWS, 32), y, loss=cross_entropy(), metrics=["accuracy"])
 
@@ -79,10 +90,22 @@ def test_tagger():
         ]
     )
     weights = rng.random((ROWS, 7)).astype("float32")
-    return Case(model, ids, ids % 4, weights, loss=cross_entropy(), weighted_metrics=["accuracy"], micro_batches=4)
+    return Case(
+        model,
+        ids,
+        ids % 4,
+        weights,
+        loss=cross_entropy(),
+        weighted_metrics=["accuracy"],
+        micro_batches=4,
+    )
 
 
-@row(FAMILY, "Two outputs with losses by name, loss_weights, class indices beside a regression", quick=True)
+@row(
+    FAMILY,
+    "Two outputs with losses by name, loss_weights, class indices beside a regression",
+    quick=True,
+)
 def test_two_outputs():
     x, y = points()
     inputs = tf_keras.Input((6,))
@@ -105,7 +128,9 @@ def test_two_outputs():
 @row(FAMILY, "SpectralNormalization: a kernel that the forward pass assigns")
 def test_spectral_normalization():
     x, y = points()
-    model = classifier(tf_keras.layers.SpectralNormalization(tf_keras.layers.Dense(8)), tf_keras.layers.ReLU())
+    model = classifier(
+        tf_keras.layers.SpectralNormalization(tf_keras.layers.Dense(8)), tf_keras.layers.ReLU()
+    )
     return Case(model, x, y, loss=cross_entropy(), by_micro_batch=True)
 
 
@@ -117,7 +142,9 @@ def test_spectral_normalization():
 )
 def test_sharpness_aware_minimization():
     x, y = points()
-    model = tf_keras.models.experimental.SharpnessAwareMinimization(classifier(tf_keras.layers.Dense(8, "relu")))
+    model = tf_keras.models.experimental.SharpnessAwareMinimization(
+        classifier(tf_keras.layers.Dense(8, "relu"))
+    )
     return Case(model, x, y, loss=cross_entropy())
 
 
@@ -148,5 +175,7 @@ def test_linear_model():
         x,
         x[:, :1],
         loss="mse",
-        optimizer=lambda: tf_keras.optimizers.AdamW(WarmUp(), weight_decay=0.1, use_ema=True, epsilon=1e-3),
+        optimizer=lambda: tf_keras.optimizers.AdamW(
+            WarmUp(), weight_decay=0.1, use_ema=True, epsilon=1e-3
+        ),
     )
