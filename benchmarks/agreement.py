@@ -2,15 +2,12 @@
 
 After `UPDATES` updates from the same weights on the same data, losses agree to `LOSS_TOLERANCE`
 (relative), and where each weight ends differs by at most `MOVEMENT_TOLERANCE` of the norm of its
-movement. The second is
-the looser one: Adam divides by the gradient's own size, so rounding decides where that is nearly 0,
-    and in the
-ConvNet rounding switches ReLUs near 0, so that float32 gradients are 0.3 % away from float64 ones
-in any program.
+movement. The second is the looser one: Adam divides by the gradient's own size, so rounding decides
+where that is nearly 0, and in the ConvNet rounding switches ReLUs near 0, so that float32 gradients
+are 0.3 % away from float64 ones in any program.
 
 A weight whose gradient cancels, as that of an offset between two BatchNorms, moves by rounding
-    alone: two programs may
-differ there by `ROUNDING` of the largest movement of any weight.
+alone: two programs may differ there by `ROUNDING` of the largest movement of any weight.
 
 With micro-batches of equal size the peers' mean of means is the mean over the full batch, so they
 must agree. BatchNorm's statistics are among the weights.

@@ -16,9 +16,10 @@ import fastaccum as fa
 class TrainStep:
     """One way to do one update.
 
-    Args: model: the Keras model that it trains, or a ForeignModel. feed: turns one stack `(x, y)`
-        of NumPy arrays into what `update` takes: tensors, in the form that is
-            best for it. Never timed.
+    Args:
+        model: the Keras model that it trains, or a ForeignModel.
+        feed: turns one stack `(x, y)` of NumPy arrays into what `update` takes: tensors, in the
+            form that is best for it. Never timed.
         update: trains on what `feed` returned, once; returns the loss, which `float()` reads.
     """
 
@@ -44,8 +45,9 @@ class TrainStep:
 class ForeignModel:
     """A model of another framework, as far as the suites ask for it.
 
-    Args: get_weights: returns the weights as NumPy arrays, in the order and layout of the Keras
-        model.
+    Args:
+        get_weights: returns the weights as NumPy arrays, in the order and layout of the Keras
+            model.
     """
 
     get_weights: Callable
@@ -55,8 +57,10 @@ class ForeignModel:
 class Fit:
     """One way to train for an epoch.
 
-    Args: model: the Keras model that it trains. epoch: `epoch(x, y)` trains on all the examples
-        once, in order; returns the epoch's loss as a float.
+    Args:
+        model: the Keras model that it trains.
+        epoch: `epoch(x, y)` trains on all the examples once, in order; returns the epoch's loss as
+            a float.
     """
 
     model: keras.Model

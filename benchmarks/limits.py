@@ -42,8 +42,10 @@ def train_flops(model, example):
     Matmuls, convolutions and causal attention only, a multiply-add as two; nothing for what is
     computed a second time, nor for gradients of the model's inputs.
 
-    Args: model: a Keras model of Dense, Conv2D, `TransformerBlock` and `LayerStack` layers and what
-        does no products. example: the shape of one example; that of token ids is `(time,)`.
+    Args:
+        model: a Keras model of Dense, Conv2D, `TransformerBlock` and `LayerStack` layers and what
+            does no products.
+        example: the shape of one example; that of token ids is `(time,)`.
 
     >>> dense = keras.layers.Dense
     >>> train_flops(keras.Sequential([keras.Input((5,)), dense(3), dense(2)]), (5,))

@@ -36,13 +36,20 @@ def _cross_entropy():
 class Workload:
     """What one update works on: `micro_batches` micro-batches of `batch_size` examples.
 
-    Args: name: as the tables show it. micro_batches: micro-batches in one update. batch_size:
-        examples in one micro-batch. build: makes the Keras model. draw: `(generator, examples) ->
-        (x, y)`, NumPy arrays. optimizer: makes the Keras optimizer; takes its keyword arguments.
-        loss: makes the loss. fit_updates: updates in one timed epoch of `fit`. steps_per_execution:
-        what tuned peers try, up to the micro-batches of an epoch. step_updates: updates in one
-        timed block of train steps. rounds: how many times each contestant is timed. movement: by
-        how much of a weight's movement contestants may differ (see `benchmarks.agreement`).
+    Args:
+        name: as the tables show it.
+        micro_batches: micro-batches in one update.
+        batch_size: examples in one micro-batch.
+        build: makes the Keras model.
+        draw: `(generator, examples) -> (x, y)`, NumPy arrays.
+        optimizer: makes the Keras optimizer; takes its keyword arguments.
+        loss: makes the loss.
+        fit_updates: updates in one timed epoch of `fit`.
+        steps_per_execution: what tuned peers try, up to the micro-batches of an epoch.
+        step_updates: updates in one timed block of train steps.
+        rounds: how many times each contestant is timed.
+        movement: by how much of a weight's movement contestants may differ (see
+            `benchmarks.agreement`).
     """
 
     name: str

@@ -29,10 +29,12 @@ _SPAWN = multiprocessing.get_context("spawn")
 class Footprint:
     """What a workload's train step takes.
 
-    Args: first_step: seconds to trace, compile and run it once, in a process that has compiled
-        nothing before. temp_bytes: what XLA plans beside arguments and results. process_bytes: the
-        most memory that the process held, data and TensorFlow included. flops: floating-point
-        operations of one update that no implementation avoids.
+    Args:
+        first_step: seconds to trace, compile and run it once, in a process that has compiled
+            nothing before.
+        temp_bytes: what XLA plans beside arguments and results.
+        process_bytes: the most memory that the process held, data and TensorFlow included.
+        flops: floating-point operations of one update that no implementation avoids.
     """
 
     first_step: float
@@ -86,8 +88,11 @@ class Peer:
     """The train step that `benchmarks.peers.<module>.<function>` makes, in whatever process makes
     this object.
 
-    Args: module, function: by name, so that the suite's own process need not import the peer's
-        framework. workload: the name of one of `models.ALL`. epsilon: of the optimizer.
+    Args:
+        module, function: by name, so that the suite's own process need not import the peer's
+            framework.
+        workload: the name of one of `models.ALL`.
+        epsilon: of the optimizer.
     """
 
     def __init__(self, module, function, workload, epsilon):
@@ -189,8 +194,9 @@ def _importable():
 def contestants_of(points):
     """Contestants, each in a process of its own, by their place on an axis.
 
-    Args: points: `{place: (make, *arguments)}`; the function is one of `benchmarks.models`, known
-        by its name there.
+    Args:
+        points: `{place: (make, *arguments)}`; the function is one of `benchmarks.models`, known by
+            its name there.
 
     Yields:
         `{place: contestant}`; all processes end with the scope.
@@ -231,7 +237,8 @@ def take_turns(benchmark, contestants, rounds, updates=1):
     """Times every contestant once a round, in an order that rotates, and the matmul rate beside
     them.
 
-    Returns: `{place: [seconds an update, one per round]}`, and the best FLOP/s of a matmul; with
+    Returns:
+        `{place: [seconds an update, one per round]}`, and the best FLOP/s of a matmul; with
         `--benchmark-disable` there is one round.
     """
     order, times, rates = list(contestants), {place: [] for place in contestants}, []

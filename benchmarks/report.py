@@ -15,8 +15,7 @@ def write(run, folder=None):
     """Writes `README.md`, the charts and `run.json` to `folder`; returns the folder.
 
     By default `folder` is named after the run's date and device, and after what it left out: a part
-        of the
-    benchmarks does not take the place of a whole run.
+    of the benchmarks does not take the place of a whole run.
     """
     from benchmarks import charts  # needs matplotlib, which is optional
 

@@ -1,9 +1,8 @@
 """What saving every 50 steps costs a `fit`.
 
 Each round trains one trainer for 50 steps with a checkpoint, and for 50 without. The checkpoint
-falls on the last step,
-so that `fit` waits for all of its write: in a longer training most of it happens beside the next
-    steps.
+falls on the last step, so that `fit` waits for all of its write: in a longer training most of it
+happens beside the next steps.
 """
 
 import shutil

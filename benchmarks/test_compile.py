@@ -1,13 +1,10 @@
 """How many programs one epoch of `fit` compiles when everything varies that may.
 
 The epoch has batches of varying size, a short last stack and a callback that moves the learning
-rate. Programs are
-counted by the calls of a layer's Python code: tracing a program calls it, running one does not. How
-    many calls one
-program takes is measured first, with epochs that need one program and two. With batch statistics
-only the last
-stack is short: padded rows would enter the statistics, so every new size of a batch needs a program
-    there.
+rate. Programs are counted by the calls of a layer's Python code: tracing a program calls it,
+running one does not. How many calls one program takes is measured first, with epochs that need one
+program and two. With batch statistics only the last stack is short: padded rows would enter the
+statistics, so every new size of a batch needs a program there.
 """
 
 import types

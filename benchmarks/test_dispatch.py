@@ -2,9 +2,8 @@
 variables.
 
 A dispatch of one step takes A + D, one of k steps in the same program k A + D, with A the
-arithmetic of a step and D
-the dispatch: Python, TensorFlow's handing of every variable to XLA and back. So D = (k T(1) - T(k))
-    / (k - 1).
+arithmetic of a step and D the dispatch: Python, TensorFlow's handing of every variable to XLA and
+back. So D = (k T(1) - T(k)) / (k - 1).
 """
 
 import statistics

@@ -1,10 +1,8 @@
 """`fit` over one epoch, from NumPy arrays to the epoch's loss: ours and Keras 3's own accumulation.
 
 Keras runs with the defaults of `compile`, and tuned: the best of 1, 10 and 100 steps per execution,
-    with and
-without XLA. Ours runs with its defaults, and where epochs are long with 10 steps per
-execution. All train on the same examples in the same order, after a first
-`fit` that compiles.
+with and without XLA. Ours runs with its defaults, and where epochs are long with 10 steps per
+execution. All train on the same examples in the same order, after a first `fit` that compiles.
 """
 
 import statistics

@@ -1,11 +1,9 @@
 """The memory that XLA plans for a step of the 1.3B-parameter GPT on an H200.
 
 Nothing of that size is held here: the variables are zeros in one shared buffer, and the step is
-    compiled for a device
-that is only described. Peak memory is what the program needs on the device: arguments (the weights
-    in float32, AdamW's
-two slots, the ids), results that are not written in place, and temp memory (accumulators,
-activations, workspaces).
+compiled for a device that is only described. Peak memory is what the program needs on the device:
+arguments (the weights in float32, AdamW's two slots, the ids), results that are not written in
+place, and temp memory (accumulators, activations, workspaces).
 """
 
 import types

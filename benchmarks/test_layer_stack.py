@@ -2,10 +2,8 @@
 recomputed.
 
 The first step is all of tracing, compiling and running forward and backward; the two depths are
-timed on new stacks in
-alternation. Temp memory is what XLA plans for that program: the batch is such that activations
-    dominate, as in
-training, and not the weights' gradients.
+timed on new stacks in alternation. Temp memory is what XLA plans for that program: the batch is
+such that activations dominate, as in training, and not the weights' gradients.
 """
 
 import dataclasses

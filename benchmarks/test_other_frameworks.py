@@ -2,9 +2,8 @@
 in float32.
 
 Each peer runs in a process of its own, taking turns with ours: in one process, PyTorch's threads
-    and TensorFlow's
-fight for the cores (its GPT step took four times as long). It has its own test, so that one that is
-not installed hides no other. A timed block is as in `test_train_step`.
+and TensorFlow's fight for the cores (its GPT step took four times as long). It has its own test, so
+that one that is not installed hides no other. A timed block is as in `test_train_step`.
 
 Keras's Adam adds epsilon before it corrects the bias of the second moment (the "epsilon hat" of
 Kingma and Ba 2015), optax's and PyTorch's after, so that Keras's counts up to 32 times as much in

@@ -8,15 +8,12 @@
 True
 
 tensorflow-addons 0.23, its last release, fails to import on TensorFlow 2.16 and later for two
-    reasons: it finds Keras 3
-behind `tf.keras`, and it imports `keras.src.engine`. Once this module is imported, `import
-    tensorflow_addons` works:
-both lead to tf_keras (Keras 2), and `tf.keras` is tf_keras for the rest of the process, and for
-those that it starts. `import keras` gives Keras 3 as before. In a program that has used `tf.keras`
-as Keras 3 already, what needs
-tensorflow-addons raises a RuntimeError. No current TensorFlow can load its compiled operations:
-    what needs one
-raises a NotImplementedError, and docs/guides/addons.md says what to use instead.
+reasons: it finds Keras 3 behind `tf.keras`, and it imports `keras.src.engine`. Once this module is
+imported, `import tensorflow_addons` works: both lead to tf_keras (Keras 2), and `tf.keras` is
+tf_keras for the rest of the process, and for those that it starts. `import keras` gives Keras 3 as
+before. In a program that has used `tf.keras` as Keras 3 already, what needs tensorflow-addons
+raises a RuntimeError. No current TensorFlow can load its compiled operations: what needs one raises
+a NotImplementedError, and docs/guides/addons.md says what to use instead.
 """
 
 from __future__ import annotations

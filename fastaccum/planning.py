@@ -31,9 +31,10 @@ def plan(
     The micro-batch divides the global batch, and is a multiple of the number of devices. It is the
     largest that fits. Worker processes agree on one that fits all of them.
 
-    Args: trainer: a `Trainer`, trained or not. sample: data as `fit` takes it: `(x, y)`, `(x, y,
-        sample_weight)`, or a `tf.data.Dataset` of batches. Only the
-            shapes of its rows are read.
+    Args:
+        trainer: a `Trainer`, trained or not.
+        sample: data as `fit` takes it: `(x, y)`, `(x, y, sample_weight)`, or a `tf.data.Dataset` of
+            batches. Only the shapes of its rows are read.
         global_batch_size: rows of an update.
         memory_limit: bytes of each device, or a string such as "16GiB". By default the environment
             variable FASTACCUM_MEMORY_LIMIT, or else what is free on the device, less a twentieth.
@@ -42,13 +43,14 @@ def plan(
             with that policy.
         verbose: 0 for no messages on stderr about what is being compiled.
 
-    Returns: A `Plan`. To train with it, set `trainer.gradient_accumulation_steps =
+    Returns:
+        A `Plan`. To train with it, set `trainer.gradient_accumulation_steps =
         plan.accumulation_steps` and pass `batch_size=plan.batch_size` to `fit`.
 
-    Raises: OutOfMemoryError: raised if no micro-batch fits: what the smallest needs, and for what.
+    Raises:
+        OutOfMemoryError: raised if no micro-batch fits: what the smallest needs, and for what.
         TypeError, ValueError: raised if the sample does not fit the model, if the replicas do not
-        divide the global
-            batch, or without XLA.
+            divide the global batch, or without XLA.
 
     >>> import keras
     >>> import numpy as np

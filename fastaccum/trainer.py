@@ -41,9 +41,8 @@ class Trainer:
     """Trains a Keras model with gradient accumulation.
 
     A train step takes `gradient_accumulation_steps` micro-batches of `batch_size` rows and applies
-    one update, all in
-    one XLA program. The update equals, to float32 rounding, that of Keras's own step on all these
-        rows at once:
+    one update, all in one XLA program. The update equals, to float32 rounding, that of Keras's own
+    step on all these rows at once:
 
         update = optimizer( sum_ij w_ij * grad(l_ij) / denominator )
 
@@ -54,15 +53,15 @@ class Trainer:
     of each micro-batch.
 
     The model is trained in place: save it, as any Keras model, by
-        `trainer.model.save("model.keras")`.
+    `trainer.model.save("model.keras")`.
 
     Embeddings differ from Keras 3 on purpose. Their gradient is summed by id before the optimizer
     sees it, as in tf_keras. Keras 3's `fit` doesn't sum it, and optimizers such as Adam then square
     each part of an id by itself.
 
-    Args: model: a Keras 3 model, or a tf_keras model. The `jit_compile` and `steps_per_execution`
-        that it was compiled
-            with don't count: pass them here.
+    Args:
+        model: a Keras 3 model, or a tf_keras model. The `jit_compile` and `steps_per_execution`
+            that it was compiled with don't count: pass them here.
         optimizer: a Keras 3, tf_keras or tensorflow-addons optimizer; or the name of one, which is
             tf_keras's for a tf_keras model, else Keras 3's. Its schedules and `iterations` count
             updates. None for the one that the model was compiled with, if `loss` is None too, and
@@ -114,11 +113,12 @@ class Trainer:
             instead of compiling them again, if versions, device and flags are the same. It applies
             to the whole process from here on.
 
-    Raises: TypeError: if the model, optimizer, loss or a metric is not one. ValueError: if a number
-        is out of its range, a name is unknown, the model overrides `train_step`, there is no
-            loss, the optimizer accumulates or scales by itself, or XLA cannot compile a layer.
-                Later: if an attribute
-            is set after the train step was built with it.
+    Raises:
+        TypeError: if the model, optimizer, loss or a metric is not one.
+        ValueError: if a number is out of its range, a name is unknown, the model overrides
+            `train_step`, there is no loss, the optimizer accumulates or scales by itself, or XLA
+            cannot compile a layer. Later: if an attribute is set after the train step was built
+            with it.
 
     >>> import numpy as np
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="line")
@@ -310,9 +310,10 @@ class Trainer:
         Python code (generators, `keras.utils.PyDataset`, `tf.py_function`) is read again from the
         start of the epoch and must be the same.
 
-        Args: checkpoint_dir: a folder for the checkpoints of this training alone. If it holds some,
-            the last good one
-                determines where training continues, and `initial_epoch` is ignored.
+        Args:
+            checkpoint_dir: a folder for the checkpoints of this training alone. If it holds some,
+                the last good one determines where training continues, and `initial_epoch` is
+                ignored.
             checkpoint_every: the number of train steps between two checkpoints. None for one after
                 every epoch.
             keep: how many checkpoints are kept, the newest ones.
@@ -326,15 +327,16 @@ class Trainer:
                 that are done. Without a name, a setting that differs is refused. A setting that is
                 as it was saved keeps what training made of it, so a script may go on naming it.
 
-        Returns: The `History`, which is also `model.history`. Its attribute `programs` has, for
-            each kind of program that was compiled or traced so far, how many there are and the
-            seconds of their first calls.
+        Returns:
+            The `History`, which is also `model.history`. Its attribute `programs` has, for each
+            kind of program that was compiled or traced so far, how many there are and the seconds
+            of their first calls.
 
-        Raises: TypeError, ValueError: raised before any weight moves if data does not fit, or if
-            none of the checkpoints in
-                `checkpoint_dir` is good, or they are of another model, optimizer, loss scale or
-                batch plan, or their place cannot be found in other pieces; raised with no weight
-                moved by them if labels or ids are out of range.
+        Raises:
+            TypeError, ValueError: raised before any weight moves if data does not fit, or if none
+                of the checkpoints in `checkpoint_dir` is good, or they are of another model,
+                optimizer, loss scale or batch plan, or their place cannot be found in other pieces;
+                raised with no weight moved by them if labels or ids are out of range.
             NonFiniteError: raised if training can only skip its steps (see `on_nonfinite`).
             OutOfMemoryError: raised before any weight moves if a train step cannot fit the device,
                 or where memory ran out, with the `batch_size` that fits.
@@ -384,10 +386,9 @@ class Trainer:
         `evaluate`.
 
         The loss is that of all rows as one batch: the sum of the losses divided by the sum of the
-            weights, not a mean
-        of the batches' means. Weights and state stay as they are. `steps` and the numbers that
-        callbacks see count batches, as in Keras. Returns the loss, a list of loss and metrics, or
-        with `return_dict` a dict.
+        weights, not a mean of the batches' means. Weights and state stay as they are. `steps` and
+        the numbers that callbacks see count batches, as in Keras. Returns the loss, a list of loss
+        and metrics, or with `return_dict` a dict.
         """
         self._builder.fingerprint.require_alike("evaluate", steps=steps)
         checks.true_or_false("return_dict", return_dict)
@@ -430,9 +431,9 @@ class Trainer:
 
         Reading one of the results, which are on the device, waits for the step.
 
-        Raises: ValueError: raised if axes do not match, or labels or ids are out of range (with a
-            GPU, which this does not
-                wait for, at the next call).
+        Raises:
+            ValueError: raised if axes do not match, or labels or ids are out of range (with a GPU,
+                which this does not wait for, at the next call).
             NonFiniteError: raised if training can only skip its steps (likewise; see
                 `on_nonfinite`).
         """
@@ -450,18 +451,23 @@ class Trainer:
         """Prints what a train step computes and holds: parameters, FLOPs, memory by kind, and what
         was compiled so far. Compiles the step where that was not done yet; runs nothing.
 
-        Args: x: as `fit` takes it; only shapes and dtypes are read. None for the data that the
-            trainer has seen first. y: as `fit` takes it. batch_size: rows of a micro-batch, as in
-            `fit`; a dataset's, too, whose batches may differ. sample_weight: as `fit` takes it.
+        Args:
+            x: as `fit` takes it; only shapes and dtypes are read. None for the data that the
+                trainer has seen first.
+            y: as `fit` takes it.
+            batch_size: rows of a micro-batch, as in `fit`; a dataset's, too, whose batches may
+                differ.
+            sample_weight: as `fit` takes it.
             verbose: False prints nothing.
 
-        Returns: The figures: `flops`, `memory` and the others of the table, which is its `str`.
-            Under tf.distribute they are those of one replica.
+        Returns:
+            The figures: `flops`, `memory` and the others of the table, which is its `str`. Under
+            tf.distribute they are those of one replica.
 
-        Raises: TypeError: raised if x is an iterator, which could not be read again. ValueError:
-            raised if there is no x and the trainer has seen none, if a dataset comes without
-            batch_size, or
-                if there is no XLA program.
+        Raises:
+            TypeError: raised if x is an iterator, which could not be read again.
+            ValueError: raised if there is no x and the trainer has seen none, if a dataset comes
+                without batch_size, or if there is no XLA program.
 
         >>> model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(10)])
         >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)

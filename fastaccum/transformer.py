@@ -1,8 +1,7 @@
 """The reference model: a decoder-only transformer over token ids, built from the kernels.
 
 Shape suffixes: B batch, T time, D width, H heads, G heads of keys and values, K width per head, F
-    width of the
-MLP (4 D), V vocabulary.
+width of the MLP (4 D), V vocabulary.
 """
 
 from __future__ import annotations
@@ -185,15 +184,21 @@ def gpt(
     linear head in float32, without biases. Train it with `fastaccum.LinearCrossEntropy`, which
     holds a part of large logits at a time.
 
-    Args: vocabulary_size: ids are in `[0, vocabulary_size)`; 256, for bytes, unless the preset says
-        otherwise. context: the most positions that the model takes (128); fewer work too. width:
-        size of a token's vector (256). layers: number of blocks (4). heads: attention heads (4).
+    Args:
+        vocabulary_size: ids are in `[0, vocabulary_size)`; 256, for bytes, unless the preset says
+            otherwise.
+        context: the most positions that the model takes (128); fewer work too.
+        width: size of a token's vector (256).
+        layers: number of blocks (4).
+        heads: attention heads (4).
         key_value_heads: heads of keys and values, fewer for grouped-query attention; by default
-        `heads`. positions: "rotary" (then `width / heads` must be even), or "learned", a vector
-        added for each position. tied: the head is the embedding's table, transposed (False).
+            `heads`.
+        positions: "rotary" (then `width / heads` must be even), or "learned", a vector added for
+            each position.
+        tied: the head is the embedding's table, transposed (False).
         stacked: make the blocks one `fastaccum.kernels.LayerStack` (False). It keeps only those
-        activations of each
-            block that `policy` names, and compile time and program size do not grow with depth.
+            activations of each block that `policy` names, and compile time and program size do not
+            grow with depth.
         policy: of that LayerStack: what is kept for the backward pass. By default it is chosen by
             size. On a GPU that has memory for everything, the blocks are unrolled: the step is
             faster, and takes longer to compile.

@@ -35,21 +35,18 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
     """Switches a Keras 3 model, in place, to weight gradients computed in float32.
 
     The outputs stay those of Keras. Under a mixed policy (float16 or bfloat16 compute, float32
-    variables) the
-    gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded nowhere, and finite
-        past 65504.
-    Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D`, `ReversibleEmbedding`,
-    `MultiHeadAttention` and `GroupQueryAttention`, however deep in the model, in a `LayerStack`
-    too. Left alone are layers that compute in float32, `Embedding` (Keras sums its gradient in
-    float32), subclasses, layers with LoRA or quantization, and an `EinsumDense` that sums over an
-    axis of its input alone.
+    variables) the gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded
+    nowhere, and finite past 65504. Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D`,
+    `ReversibleEmbedding`, `MultiHeadAttention` and `GroupQueryAttention`, however deep in the
+    model, in a `LayerStack` too. Left alone are layers that compute in float32, `Embedding` (Keras
+    sums its gradient in float32), subclasses, layers with LoRA or quantization, and an
+    `EinsumDense` that sums over an axis of its input alone.
 
     Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where
-    `fastaccum` is
-    imported) and clones as a switched one, but for a layer of your own that makes such layers
-        inside: once loaded, it
-    has made plain ones, so switch again. Keras quantizes only its own classes, so switch back
-    first. `fastaccum.Trainer` does this by itself, for as long as it traces a step.
+    `fastaccum` is imported) and clones as a switched one, but for a layer of your own that makes
+    such layers inside: once loaded, it has made plain ones, so switch again. Keras quantizes only
+    its own classes, so switch back first. `fastaccum.Trainer` does this by itself, for as long as
+    it traces a step.
 
     Returns:
         The layers switched by this call: what `plain_weight_gradients` takes to undo it.

@@ -2,11 +2,10 @@
 release keeps them.
 
 Releases move or drop such names. So each is looked up where it is first used, at each of its places
-in turn, the newest
-first, and the import of fastaccum needs none: a module that uses one as it is imported asks `has`
-    before. What is not
-found turns off the feature that needs it, and raises `MissingName`, which says so, where that
-feature is used. A public name is used wherever there is one.
+in turn, the newest first, and the import of fastaccum needs none: a module that uses one as it is
+imported asks `has` before. What is not found turns off the feature that needs it, and raises
+`MissingName`, which says so, where that feature is used. A public name is used wherever there is
+one.
 
 `python -m fastaccum.kernels.private` prints the names that the installed releases lack, and what is
 off without them.

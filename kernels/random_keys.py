@@ -27,9 +27,8 @@ def hash_bits(keys: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
     [..., 2].
 
     The same bits for any part of the numbers, on any device: a hash of each number, which XLA fuses
-        into what reads it,
-    with the multipliers of lowbias32 (https://github.com/skeeto/hash-prospector) and a key for each
-    round.
+    into what reads it, with the multipliers of lowbias32
+    (https://github.com/skeeto/hash-prospector) and a key for each round.
     """
     bits = keys[..., :1] ^ (numbers * 0x9E3779B9)
     for shift, multiplier, key in (

@@ -123,8 +123,7 @@ def test_the_form_of_the_large_presets_adds_in_place(policy, loops):
     the layers or without.
 
     Attention's output is kept: it is not computed again on the way back. Nothing fills a stack of
-        what is
-    kept before it is written.
+    what is kept before it is written.
     """
     exported, kernels = export_gpt(
         fa.LinearCrossEntropy(), {"stacked": True, "tied": True, "policy": policy}

@@ -94,8 +94,9 @@ def soak(steps, folder):
     """Trains by turns on arrays and on tf.data, in fits of five epochs, and measures after each
     fit.
 
-    Returns: Arrays of steps and of resident bytes [rounds, 2], before and after free pages were
-        given back; and the counts after the first and the last round.
+    Returns:
+        Arrays of steps and of resident bytes [rounds, 2], before and after free pages were given
+        back; and the counts after the first and the last round.
     """
     trainer, (x, y) = make_trainer(), data()
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(256, seed=0).batch(B)

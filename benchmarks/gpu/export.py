@@ -2,9 +2,8 @@
 FOLDER`.
 
 Needs TensorFlow and jaxlib (`pip install -e ".[test,h200]"`), and no GPU: the steps are traced as
-    on one. Weights are
-arguments, described and not stored, so that a program takes some hundred kilobytes whatever its
-size.
+on one. Weights are arguments, described and not stored, so that a program takes some hundred
+kilobytes whatever its size.
 """
 
 import argparse

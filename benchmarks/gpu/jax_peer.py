@@ -2,8 +2,7 @@
 PROGRAM`.
 
 The GPT of a program, its sizes and its initial weights, as hand-written JAX trains it: float32
-    weights, bfloat16
-compute, a scan over the blocks, cuDNN's attention, optax. Needs JAX and optax.
+weights, bfloat16 compute, a scan over the blocks, cuDNN's attention, optax. Needs JAX and optax.
 """
 
 import argparse

@@ -10,18 +10,17 @@ Needs NumPy alone. A program is a dict:
     optimizer             learning_rate, weight_decay, beta_1, beta_2, epsilon, clip_norm
     arguments             in order: name, shape, dtype, initial, and output: the number of the
                           result that is its next value, or null for one that every step takes anew
-    weights               the names of the arguments that are the model's loss                  the
-    number of the result that is the step's loss losses                of the first steps, by
-    TensorFlow on a CPU; empty where that would take too long
+    weights               the names of the arguments that are the model's
+    loss                  the number of the result that is the step's loss
+    losses                of the first steps, by TensorFlow on a CPU; empty where that would take
+                          too long
     predicted             what a step takes: device, ms, and serial_ms, where nothing overlaps; null
-        where none is timed
+                          where none is timed
     purpose               "check", "time", or "memory": compiled alone, for the memory that it needs
 
 `initial` is one of {"fill": value}, {"values": [...]}, {"normal": standard deviation} and
-{"tokens": size of the
-vocabulary, "shift": 0 for ids, 1 for the next ones}. An argument's name seeds its random numbers,
-    so every contestant
-starts from the same weights and sees the same tokens.
+{"tokens": size of the vocabulary, "shift": 0 for ids, 1 for the next ones}. An argument's name
+seeds its random numbers, so every contestant starts from the same weights and sees the same tokens.
 """
 
 import json
@@ -95,8 +94,8 @@ def model_flops(program):
     counts twice.
 
     6 for each token and parameter of a matmul (the head's included), and for causal attention 6 for
-    each token, layer,
-    channel and position of the context: half of the 12 that both products take without a mask.
+    each token, layer, channel and position of the context: half of the 12 that both products take
+    without a mask.
 
     >>> sizes = {"vocabulary_size": 10, "context": 4, "width": 2, "layers": 3, "heads": 1}
     >>> model_flops({"sizes": sizes, "micro_batches": 1, "batch_size": 1})  # 4 tokens

@@ -18,11 +18,14 @@ TOLERANCE = 1e-3
 def timed(step, ready):
     """The first losses, and the median seconds of a step.
 
-    Args: step: runs one train step, always on the same tokens, and returns its loss without waiting
-        for it. ready: waits for a loss.
+    Args:
+        step: runs one train step, always on the same tokens, and returns its loss without waiting
+            for it.
+        ready: waits for a loss.
 
-    Returns: losses of the warm-up's steps, and the seconds of each timed step: every one is waited
-        for, so that a step costs what a training loop that reads its loss pays.
+    Returns:
+        losses of the warm-up's steps, and the seconds of each timed step: every one is waited for,
+        so that a step costs what a training loop that reads its loss pays.
     """
     losses = [float(ready(step())) for _ in range(WARM_UP)]
     seconds = []

@@ -2,9 +2,8 @@
 [--eager]`.
 
 The GPT of a program, its sizes and its initial weights, as a PyTorch recipe trains it: autocast,
-    scaled dot-product
-attention, `(loss / n).backward()` n times, GradScaler for float16, clipping, fused AdamW. Needs
-PyTorch.
+scaled dot-product attention, `(loss / n).backward()` n times, GradScaler for float16, clipping,
+fused AdamW. Needs PyTorch.
 """
 
 import argparse

@@ -82,8 +82,10 @@ class Found:
 def measures(found: Found, head_memory: dict[str, float]) -> Iterator[Measure]:
     """The rows of the table.
 
-    Args: found: all figures. head_memory: "temp", bytes of logits and their gradients at once, and
-        "logits", what float32 logits would take.
+    Args:
+        found: all figures.
+        head_memory: "temp", bytes of logits and their gradients at once, and "logits", what float32
+            logits would take.
     """
     of, deep = found.of, found.deep
     shipped, unrolled = of(SHIPPED), of("fastaccum, unrolled")

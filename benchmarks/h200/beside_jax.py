@@ -94,7 +94,7 @@ def part(kernel: Kernel, weights: Collection[int]) -> str:
     """Returns the part of the train step, one of `PARTS`, that a kernel belongs to.
 
     XLA hands a fusion the name of one of its operations: what it fuses across a border counts on
-        one side of it.
+    one side of it.
 
     Args:
         kernel: of our program, or of JAX's.

@@ -140,8 +140,7 @@ def head_memory() -> dict[str, float]:
     """Bytes of logits and their gradients at once, "temp", and of float32 "logits" as a whole.
 
     Of a program that computes the loss and its gradients alone. What any form has is left out: the
-        gradient of the
-    hidden states in float32, and the rounded table, which is made once a step.
+    gradient of the hidden states in float32, and the rounded table, which is made once a step.
     """
     sizes = Gpt()
     tokens, count = (sizes.batch, sizes.context), sizes.batch * sizes.context

@@ -118,9 +118,8 @@ def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What a summary says otherwise than before, a line for each.
 
     Matmuls, where gradients are added and what no step may hold are compared exactly: one of them
-        is a change of form.
-    All other figures may differ by 2%, and by 8 launches a step: a small kernel more in a
-    micro-batch is no news.
+    is a change of form. All other figures may differ by 2%, and by 8 launches a step: a small
+    kernel more in a micro-batch is no news.
     """
     found = []
     for name in sorted({*kept, *now} - {"versions"}):

@@ -16,8 +16,7 @@ def cudnn_of_the_described_gpu() -> Iterator[None]:
     """Answers for the device that JAX asks, while it traces, whether its cuDNN has flash attention.
 
     JAX looks at the machine that it runs on, although the program may be for another: these three
-        functions of
-    jax._src.cudnn.fused_attention_stablehlo are all that it asks.
+    functions of jax._src.cudnn.fused_attention_stablehlo are all that it asks.
     """
 
     def capability(of):

@@ -2,17 +2,14 @@
 that it moves.
 
 What a kernel moves is what it must read and write in memory once: each operand that it reads, of
-    one that it slices or
-gathers from the slices alone; each result that it writes, of one that it updates in place the
-update alone. What caches hold from one kernel to the next, and what a matmul reads twice, is not
-known here.
+one that it slices or gathers from the slices alone; each result that it writes, of one that it
+updates in place the update alone. What caches hold from one kernel to the next, and what a matmul
+reads twice, is not known here.
 
 FLOPs are those of matmuls and convolutions, two for a multiplication and its addition: elementwise
-    arithmetic
-hides behind memory. Convolutions count no products with their padding. Attention by cuDNN is two
-matmuls forward and five backward (the scores again, and the gradients of values, weights, queries
-and keys), causal attention half of
-that: what is masked is skipped in blocks.
+arithmetic hides behind memory. Convolutions count no products with their padding. Attention by
+cuDNN is two matmuls forward and five backward (the scores again, and the gradients of values,
+weights, queries and keys), causal attention half of that: what is masked is skipped in blocks.
 """
 
 from __future__ import annotations
@@ -72,10 +69,11 @@ Computations = dict[str, list[hlo.Instruction]]
 class Kernel:
     """One launch.
 
-    Attributes: name: of its instruction. kind: "gemm", "convolution", "attention"; of a fusion
-        "scatter", "reduce", "transpose", "gather", "convert",
-            "slice" (which copies one, or writes one), "fill", "elementwise"; or its opcode, such as
-            "copy", or a custom call's target.
+    Attributes:
+        name: of its instruction.
+        kind: "gemm", "convolution", "attention"; of a fusion "scatter", "reduce", "transpose",
+            "gather", "convert", "slice" (which copies one, or writes one), "fill", "elementwise";
+            or its opcode, such as "copy", or a custom call's target.
         scope: where it comes from, as the framework names it; where XLA does not say, the loop
             around it, and "/".
         types: of a matmul "bf16 x bf16 -> f32"; the results' types of all others.

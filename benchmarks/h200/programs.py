@@ -69,10 +69,12 @@ class JaxGpt:
     """A GPT in JAX and its train step: a scan over the micro-batches, optax's AdamW after a clip by
     global norm.
 
-    Attributes: form: "scan" over the blocks; "remat", the same with each block under
-        `jax.checkpoint`; or "unrolled". attention: the `implementation` of
-        `jax.nn.dot_product_attention`. logits: the dtype that they are held in. sizes: where the
-        sizes and the dtype of the model are taken from.
+    Attributes:
+        form: "scan" over the blocks; "remat", the same with each block under `jax.checkpoint`; or
+            "unrolled".
+        attention: the `implementation` of `jax.nn.dot_product_attention`.
+        logits: the dtype that they are held in.
+        sizes: where the sizes and the dtype of the model are taken from.
     """
 
     form: Literal["scan", "remat", "unrolled"] = "scan"

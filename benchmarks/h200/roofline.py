@@ -1,8 +1,7 @@
 """How long a program's kernels take at least, at stated rates; predicted, not measured.
 
 A kernel takes the longest of its arithmetic, its memory traffic and a launch. What no device has
-    told: which form of a
-matmul autotuning finds, what caches save, what clocks do under load.
+told: which form of a matmul autotuning finds, what caches save, what clocks do under load.
 """
 
 from __future__ import annotations

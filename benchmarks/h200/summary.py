@@ -65,8 +65,7 @@ def accumulation(program: Compiled) -> float | None:
 
     A gradient that its matmul writes, and that a kernel reads and adds to the accumulator, moves 4;
     one that is added in its matmul's epilogue 2. Counted is what writes float32 of a gradient's or
-    a stack's shape in the loop over the
-    micro-batches: no activation may have such a shape.
+    a stack's shape in the loop over the micro-batches: no activation may have such a shape.
     """
     depths = collections.Counter(program.matrices)
     shapes = {

@@ -2,7 +2,7 @@
 docs/memory.md in code.
 
 Shape suffixes: N tokens of a micro-batch, D width, L layers, V vocabulary, H heads, P parameters.
-    Half precision.
+Half precision.
 """
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ AT_WORK = EVERYTHING + 7 * 2
 class Setting:
     """A model of `fa.gpt` and how it is trained.
 
-    Attributes: preset: its name in `PRESETS`. rows: in a micro-batch. policy: "unrolled", where no
-        loop is over the blocks, or what the loops keep: "everything_saveable",
-            "named", "nothing_saveable".
+    Attributes:
+        preset: its name in `PRESETS`.
+        rows: in a micro-batch.
+        policy: "unrolled", where no loop is over the blocks, or what the loops keep:
+            "everything_saveable", "named", "nothing_saveable".
         micro_batches: in a step; at least 2.
         slots: bytes of the optimizer's slots for each parameter.
         copies: stacks of data in memory: 1 in XLA's plan, more in `fit`, which makes some ahead.

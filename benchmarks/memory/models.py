@@ -20,8 +20,11 @@ GLOBAL_BATCH = 256
 class Case:
     """A model to train.
 
-    Attributes: name: as tables show it. trainer: makes a new trainer, with a new model. specs: `(x,
-        y)` of one example, `tf.TensorSpec`s without the axis of rows; integers are below `below`.
+    Attributes:
+        name: as tables show it.
+        trainer: makes a new trainer, with a new model.
+        specs: `(x, y)` of one example, `tf.TensorSpec`s without the axis of rows; integers are
+            below `below`.
         rows: a micro-batch that runs within a second or two.
     """
 

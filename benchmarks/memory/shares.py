@@ -33,10 +33,14 @@ class Case:
     """A GPT with AdamW, clipped, on devices with a sequence each in a micro-batch, its blocks
     computed again.
 
-    Attributes: width, layers: its sizes; heads are 128 wide. stacked: whether the blocks are one
-        LayerStack, whose weights are dealt out as the stacks that they are. devices: how many share
-        the slots out. dtype: the layers' policy. context: tokens in a sequence. bar: GB that no
-        device may hold.
+    Attributes:
+        width, layers: its sizes; heads are 128 wide.
+        stacked: whether the blocks are one LayerStack, whose weights are dealt out as the stacks
+            that they are.
+        devices: how many share the slots out.
+        dtype: the layers' policy.
+        context: tokens in a sequence.
+        bar: GB that no device may hold.
     """
 
     width: int

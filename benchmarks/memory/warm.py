@@ -2,8 +2,7 @@
 interleaved.
 
 A first step is what a user waits for: from `Trainer(...)`, which opens the cache, through tracing
-    and compiling to the
-loss. Each is a process of its own, each cold one with a folder of its own.
+and compiling to the loss. Each is a process of its own, each cold one with a folder of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The limit: no accumulation, one XLA step over all the examples of the update at once.
 
 It needs the memory that accumulation is there to save. BatchNorm sees the whole batch here, so a
-network that
-has it computes something else: the suites compare that pair with frozen statistics.
+network that has it computes something else: the suites compare that pair with frozen statistics.
 """
 
 import tensorflow as tf

@@ -2,9 +2,8 @@
 compute.
 
 Shape suffixes as in `fastaccum.transformer`. Imports JAX and optax alone, so that a machine without
-TensorFlow can use
-it. The named scopes change nothing that is computed: they stand in the metadata of compiled
-    programs.
+TensorFlow can use it. The named scopes change nothing that is computed: they stand in the metadata
+of compiled programs.
 """
 
 import functools

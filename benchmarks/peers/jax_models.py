@@ -2,8 +2,7 @@
 model's order.
 
 Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head.
-    Imports JAX and optax
-alone, so that a machine without TensorFlow can use it.
+Imports JAX and optax alone, so that a machine without TensorFlow can use it.
 """
 
 import functools

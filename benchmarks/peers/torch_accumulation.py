@@ -2,8 +2,7 @@
 `optimizer.step()`.
 
 Eager, and with the model and its loss under `torch.compile`. In float32, as the CPU suites are:
-    autocast and GradScaler
-are for a GPU.
+autocast and GradScaler are for a GPU.
 """
 
 import torch

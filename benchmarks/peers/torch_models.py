@@ -1,8 +1,7 @@
 """The models in PyTorch, and their weights in the Keras model's order.
 
 Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head.
-    Imports PyTorch
-alone, so that a machine without TensorFlow can use it.
+Imports PyTorch alone, so that a machine without TensorFlow can use it.
 """
 
 import itertools

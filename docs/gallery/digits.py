@@ -4,8 +4,8 @@
 
 This page trains a small convolutional network on scikit-learn's 1,797 images of handwritten digits,
 in micro-batches of 16 images. Eight micro-batches make one update of the weights, so the network
-trains as it would on batches of 128. The
-page checks this: the same network, given 128 images at once, follows the same curve.
+trains as it would on batches of 128. The page checks this: the same network, given 128 images at
+once, follows the same curve.
 
 You need `keras`, `scikit-learn` and `matplotlib`.
 """

@@ -3,10 +3,8 @@
 # A custom loop with TrainStep
 
 `fa.TrainStep` is one update with gradient accumulation, for any loss and any `tf.Variable`s. Use it
-where there is no
-Keras model, or where `fit` isn't the loop that you want. This page fits a mixture of Gaussians to
-    points in the plane:
-there are no layers and no targets.
+where there is no Keras model, or where `fit` isn't the loop that you want. This page fits a mixture
+of Gaussians to points in the plane: there are no layers and no targets.
 
 You need `scikit-learn`, for the points, and `matplotlib`.
 """

@@ -36,10 +36,9 @@ class EpochBatches(keras.utils.PyDataset):
 
     An epoch reads `batches_per_epoch` batches, at most to the end of a pass, and the next epoch
     goes on from there. Nothing is read ahead of an epoch's end, so what the PyDataset changes in
-    `on_epoch_end` holds for all that follows.
-    The calls are those of Keras's `fit`: `reset` once, then `begin_epoch` and `end_epoch` for each
-        epoch. A
-    `tf_keras.utils.Sequence` is wrapped first, and begins anew in each epoch, as in tf_keras.
+    `on_epoch_end` holds for all that follows. The calls are those of Keras's `fit`: `reset` once,
+    then `begin_epoch` and `end_epoch` for each epoch. A `tf_keras.utils.Sequence` is wrapped first,
+    and begins anew in each epoch, as in tf_keras.
     """
 
     def __init__(self, batches: keras.utils.PyDataset, shuffle: bool = False):

@@ -108,9 +108,8 @@ def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterat
     `valid` rows.
 
     The denominators are those of `hf_compute_loss`. A micro-batch in which nothing counts has a
-    value of 0 and not, as
-    there, NaN. A loss that the model reduces to a scalar by itself has no part for a row: give it
-        no padded rows.
+    value of 0 and not, as there, NaN. A loss that the model reduces to a scalar by itself has no
+    part for a row: give it no padded rows.
     """
     original: Any = getattr(model, "hf_compute_loss", None)
     sums = _MEANS_OF_TOKENS.get(_loss_class(model))

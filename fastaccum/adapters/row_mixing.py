@@ -2,7 +2,7 @@
 one.
 
 A trace of many rows shows it by shapes: no other axis is as long. Where it cannot tell, a few rows
-    are computed.
+are computed.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 imports no Keras.
 
 In Keras's table of saved layers each gets a stand-in, which imports the module once a saved layer
-is to be made. An
-optimizer whose state Keras skips, as of other variables, is marked: a Trainer warns of it, long
-    after Keras did.
+is to be made. An optimizer whose state Keras skips, as of other variables, is marked: a Trainer
+warns of it, long after Keras did.
 """
 
 from __future__ import annotations

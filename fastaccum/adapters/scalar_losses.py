@@ -2,8 +2,8 @@
 how weights scale it.
 
 Keras multiplies such a number by every sample weight and reduces the products, so that the weights
-do not tell rows
-apart: they scale the batch's loss, by their mean under the reduction "sum_over_batch_size".
+do not tell rows apart: they scale the batch's loss, by their mean under the reduction
+"sum_over_batch_size".
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ Specs = Sequence[keras.KerasTensor]  # of both
 class ScalarLoss(NamedTuple):
     """How the values of micro-batches make up the value of the whole batch.
 
-    Attributes: kind: "mean" if each value counts by its rows; "sum" if the values are added up;
-        "pair" if the function returns
-            `(loss_sum, weight_sum)`, of which both are added up before they are divided.
+    Attributes:
+        kind: "mean" if each value counts by its rows; "sum" if the values are added up; "pair" if
+            the function returns `(loss_sum, weight_sum)`, of which both are added up before they
+            are divided.
         unproven: an operation because of which the result may be another than the value of the
             whole batch, or None.
     """
@@ -73,8 +74,8 @@ def find(
     `traced` is what `trace` returned for it.
 
     The trace decides if the value is made of sums over rows. Their factors are decided by numbers:
-        a mean over all rows
-    is the mean of two batches' means by their rows, and a sum is the sum of their sums.
+    a mean over all rows is the mean of two batches' means by their rows, and a sum is the sum of
+    their sums.
 
     Raises ValueError for a pair whose parts do not add up, and for a function that assigns
     variables.

@@ -2,9 +2,8 @@
 tensorflow-addons.
 
 Most of these optimizers leave rows without a lookup alone, by `_resource_apply_sparse`, where the
-form for dense
-gradients would decay or move them. A train step adds up a dense gradient and marks the rows that
-    were looked up:
+form for dense gradients would decay or move them. A train step adds up a dense gradient and marks
+the rows that were looked up:
 
     touched = dense form(gradient)                    # on these rows the two are equal
     others  = sparse form(of no row)

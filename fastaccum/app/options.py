@@ -67,9 +67,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command line; `command` and `parser` are the subcommand's, `given` the options
     that it names.
 
-    Raises: BadArgument: raised for what is not an option, with the one that was probably meant; for
-        what is not a value of
-            an option; and for a run that is not there.
+    Raises:
+        BadArgument: raised for what is not an option, with the one that was probably meant; for
+            what is not a value of an option; and for a run that is not there.
     """
     parser = make_parser()
     if not argv:

@@ -64,9 +64,11 @@ class Run:
     """The text, model and trainer of a run, made from the options; checkpoints carry its
     `identity`.
 
-    Args: options: the options that the run began with. Its schedule of the learning rate is that of
-        `options.steps`. steps: train steps in all, of a run that was extended; by default
-        `options.steps`. done: what a run that is resumed has behind it.
+    Args:
+        options: the options that the run began with. Its schedule of the learning rate is that of
+            `options.steps`.
+        steps: train steps in all, of a run that was extended; by default `options.steps`.
+        done: what a run that is resumed has behind it.
     """
 
     def __init__(

@@ -25,8 +25,7 @@ class FolderLock:
     """Lock of a folder, which nobody else can acquire meanwhile, in this process or another.
 
     The lock is a flock on a hidden file, which stays in the folder: to remove it would let a third
-        process in beside
-    one that had opened it. A forked child does not hold its parent's lock.
+    process in beside one that had opened it. A forked child does not hold its parent's lock.
     """
 
     def __init__(self, path: str | os.PathLike[str]):

@@ -140,8 +140,9 @@ class HookRates:
     the callbacks, so that it sets and prints the same rate. If a hook leaves another one, the
     callbacks are others than they were.
 
-    Attributes: record: for each hook the rates "found" and "left" and the "callbacks", as a
-        checkpoint holds them.
+    Attributes:
+        record: for each hook the rates "found" and "left" and the "callbacks", as a checkpoint
+            holds them.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], callbacks: Callbacks, record: Json):

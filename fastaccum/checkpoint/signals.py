@@ -15,7 +15,7 @@ class EndRequest:
     ends the process.
 
     Only the main thread can handle signals: in another thread, and in a forked child, they stay as
-        they were.
+    they were.
     """
 
     entered: ClassVar[dict[int, EndRequest]] = {}  # now, by number

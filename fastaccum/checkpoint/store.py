@@ -4,15 +4,13 @@ they were written.
     run/checkpoints/step-00000050/
         manifest.json               what the training state is, with a checksum
         state.index                 the tensors, in the format of tf.train.Checkpoint, with
-            checksums of TensorFlow's:
-        state.data-00000-of-00001   tf.train.load_checkpoint("step-00000050/state") reads them
+        state.data-00000-of-00001   checksums of TensorFlow's;
+                                    tf.train.load_checkpoint("step-00000050/state") reads them
 
 The tensors hold the manifest's checksum too, so that the files of two checkpoints are not taken for
-one. Nothing here
-is pickled: a manifest is JSON, and a tensor file holds numbers. Where several workers share the
-    optimizer's slots out,
-each writes a file of tensors; state.index tells which tensor is in which, and the manifest names
-the files.
+one. Nothing here is pickled: a manifest is JSON, and a tensor file holds numbers. Where several
+workers share the optimizer's slots out, each writes a file of tensors; state.index tells which
+tensor is in which, and the manifest names the files.
 """
 
 from __future__ import annotations
@@ -135,9 +133,11 @@ def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
 
     Warns of each newer one that is not good, and says why.
 
-    Raises: ValueError: raised if there are checkpoints, but no good one; names each, and what is
-        wrong with it. IncompatibleCheckpointError: raised if the newest that is not damaged has
-        another version's format.
+    Raises:
+        ValueError: raised if there are checkpoints, but no good one; names each, and what is wrong
+            with it.
+        IncompatibleCheckpointError: raised if the newest that is not damaged has another version's
+            format.
 
     >>> latest("no/such/folder") is None
     True

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -31,7 +31,25 @@ from fastaccum.data.stacks import (
 )
 from fastaccum.lines import warn
 
-_OPTIONAL = tf.experimental.Optional  # by which Keras hands over the None of a generator
+# What Keras hands over in place of a generator's None.
+_OPTIONAL = tf.experimental.Optional
+
+
+class StepBatches(NamedTuple):
+    """The batches of a train step, and how many rows each of them came with."""
+
+    batches: list[Batch]  # one of all rows, where TensorFlow joined them
+    lengths: list[int]
+
+
+class BegunPass(NamedTuple):
+    """A pass that was begun, and what is known of the steps that were dropped of it."""
+
+    dropped: int  # steps to drop: those that were done before
+    steps: Iterator[StepBatches]  # the others
+    rows: list[int]  # of each step that was dropped; fewer where the data ended
+    checksum: int | None = None  # of the first one's rows
+    largest_batch: int = 0  # the most rows of a batch of the first one
 
 
 class DatasetSource:
@@ -63,10 +81,11 @@ class DatasetSource:
         self.origin = origin
         self._once: _ReadOnceBatches | None = None
 
+        def without_optional(part):
+            return None if isinstance(part, _OPTIONAL) else part
+
         def to_batch(element):
-            element = tf.nest.map_structure(
-                lambda part: None if isinstance(part, _OPTIONAL) else part, element
-            )
+            element = tf.nest.map_structure(without_optional, element)
             inputs, y, weight = keras.utils.unpack_x_y_sample_weight(element)
             if weigh is not None:
                 weight = weigh(y, weight)
@@ -83,10 +102,13 @@ class DatasetSource:
             self.python_batches = PythonBatches(
                 self.what, begin_pass, elements.element_spec, to_batch
             )
+
         is_tuple = isinstance(elements.element_spec, tuple)
-        self.dataset = _untuned(
-            elements.map(lambda *parts: to_batch(parts if is_tuple else parts[0]))
-        )
+
+        def of_parts(*parts):  # as `map` hands an element over
+            return to_batch(parts if is_tuple else parts[0])
+
+        self.dataset = _untuned(elements.map(of_parts))
         _require_batched(self.dataset.element_spec, self.what, needs_targets, text)
         self.batch_size = None if origin.python else batch_size(self.dataset)
         self.batches = int(elements.cardinality())
@@ -99,14 +121,14 @@ class DatasetSource:
     @property
     def sample(self) -> Batch:
         """Returns specs of one micro-batch, whose number of rows is unknown."""
-        return tf.nest.map_structure(
-            lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), self.dataset.element_spec
-        )
+
+        def of_any_rows(spec):
+            return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+        return tf.nest.map_structure(of_any_rows, self.dataset.element_spec)
 
     def most_rows(self, workers: int) -> int | None:
-        """Returns None; ValueError where Python code makes the batches, or where several workers
-        share them.
-        """
+        """Returns None; raises ValueError for batches that Python code cuts or workers share."""
         if self.origin.python or workers > 1:
             among = f"which {workers} workers share" if workers > 1 else "of its own"
             raise ValueError(
@@ -119,21 +141,21 @@ class DatasetSource:
 
     def rebatch(self, batch_size: int) -> None:
         """Rebatches the dataset: the same rows in the same order."""
-        self.dataset, self.batch_size = self.dataset.rebatch(batch_size), batch_size
+        self.dataset = self.dataset.rebatch(batch_size)
+        self.batch_size = batch_size
         self.batches = int(self.dataset.cardinality())
 
     def read_at_most(self, batches: int) -> None:
-        """Reads no more batches than these of data that is read once: its owner can go on with the
-        others.
-        """
+        """Reads no more batches of data that is read once: its owner can read the others."""
         if self._once is not None:
             self._once.at_most = batches
 
     def stacks(
         self, layout: Layout, steps_per_epoch: int | None = None, epochs: int = 1
     ) -> DatasetStacks:
-        """Makes stacks of the batches; raises ValueError if the data does not last for `epochs`, or
-        never ends.
+        """Makes stacks of the batches.
+
+        Raises ValueError if the data does not last for `epochs`, or never ends.
         """
         if self.read_once and steps_per_epoch is None and epochs > 1:
             raise used_up(self.origin)
@@ -141,8 +163,9 @@ class DatasetSource:
 
 
 def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Turns TensorFlow's tuning off, for whose thread a deleted iterator may wait a minute, unless
-    options have it.
+    """Turns TensorFlow's tuning off, unless the dataset's options say if it is on.
+
+    A deleted iterator may wait a minute for the tuning's thread.
     """
     if dataset.options().autotune.enabled is not None:
         return dataset
@@ -155,62 +178,61 @@ class DatasetStacks:
     """The stacks of a `DatasetSource`, arranged by `Sizes`."""
 
     def __init__(self, source: DatasetSource, layout: Layout, steps_per_epoch: int | None):
-        self.what, batches, dataset = source.what, source.batches, source.dataset
+        self.what = source.what
+        batches = source.batches
         if batches > 0:
             layout = layout._replace(accumulation=min(layout.accumulation, batches))
         self.layout = _own_shards(layout, source.dataset, source.what)
-        self._given_steps = steps_per_epoch or 0  # else epochs are passes
+
+        # Epochs: so many steps, or passes.
+        self._given_steps = steps_per_epoch or 0
         self._epochs = source.origin.epochs
         if self._epochs is not None and steps_per_epoch:
             self._epochs.batches_per_epoch = steps_per_epoch * layout.accumulation
             if self._epochs.begins_anew:
                 batches = min(batches, self._epochs.batches_per_epoch)
-        steps_per_pass = math.ceil(batches / layout.accumulation) if batches > 0 else None
         if steps_per_epoch is None and batches == tf.data.INFINITE_CARDINALITY:
             counted = ", counted in train steps" if source.origin.steps == "steps_per_epoch" else ""
             raise ValueError(f"{self.what} is infinite: pass {source.origin.steps}{counted}.")
+        steps_per_pass = math.ceil(batches / layout.accumulation) if batches > 0 else None
         self.has_known_end = steps_per_pass is not None
         self.steps_per_epoch = steps_per_epoch or steps_per_pass
-        size = tf.nest.flatten(source.dataset.element_spec)[0].shape[0]
+
+        # What checkpoints compare.
+        spec = source.dataset.element_spec
+        batch_size = tf.nest.flatten(spec)[0].shape[0]
+        rows = None
+        if batches > 0 and batch_size is not None:
+            rows = batches * batch_size
         self.plan: dict[str, int | None] = {
             "steps_per_epoch": steps_per_epoch,
             "steps_per_pass": steps_per_pass,
-            "rows": batches * size if batches > 0 and size is not None else None,
+            "rows": rows,
         }
         self.cut = {"batch_size": source.batch_size, "batches": batches}
-        self._checksum = 0
+
         # Python code's first two batches have shown which lengths differ.
-        self._sizes = Sizes(
-            self.what, source.dataset.element_spec, self.layout, source.origin.python
-        )
-        self._alike, self._read_once = not layout.all_here, source.read_once
-        self._rest: Iterator[Dispatch] = iter(())
-        self._first_step: dict[str, int] | None = None  # of the pass begun last
-        self._full_rows = 0  # of a step, where training goes on in other pieces
-        # of a pass's first step, until the first one after the checkpoint
-        self._rows_before: int | None = None
-        # What one worker reads then says nothing of the others.
+        self._sizes = Sizes(self.what, spec, self.layout, lengths_differ=source.origin.python)
+        self._alike = not layout.all_here
+        self._read_once = source.read_once
+        # What one worker reads says nothing of the others where the dataset is sharded by workers.
         self._sharded_by_workers = self.layout.replicas != layout.replicas
-        specs = tf.nest.flatten(source.dataset.element_spec)
-        micro_batches = self.layout.accumulation
-        ahead = PREFETCH * micro_batches
-        self._pools = False  # TensorFlow joins the rows of a step's batches
-        pipeline: tf.data.Dataset | PythonBatches
-        if source.python_batches is not None:
-            pipeline = dataclasses.replace(source.python_batches, ahead=ahead)
-        elif all(spec.shape[1:].is_fully_defined() for spec in specs):
-            self._pools = True
-            pipeline = dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
-        else:
-            pipeline = dataset.prefetch(ahead)
-        self._passes = Passes(
-            pipeline, source.dataset.element_spec, source.origin, self._alike, self._sizes.place
-        )
+
+        self._rest: Iterator[Dispatch] = iter(())
+        self._checksum = 0
+        self._first_step: dict[str, int] | None = None  # of the pass begun last
+        # Rows of a pass's first step, until the first one after the checkpoint.
+        self._rows_before: int | None = None
+        self._full_rows = 0  # rows of a step, where training goes on in other pieces
+
+        self._pools = _joins_rows(source)
+        pipeline = _make_pipeline(source, self.layout.accumulation)
+        self._passes = Passes(pipeline, spec, source.origin, self._alike, self._sizes.place)
 
     def reset(self) -> None:
         """Calls the hook of a PyDataset that Keras's `fit` and `evaluate` call before they read."""
         if self._epochs is not None:
-            # a thread may still read ahead in an epoch that was left in its middle
+            # A thread may still read ahead in an epoch that was left in its middle.
             self._passes.close()
             self._epochs.reset()
 
@@ -228,67 +250,79 @@ class DatasetStacks:
         self._passes.tracked = True
 
     def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
-        """Goes to the place that `position` returned; raises ValueError if that is of another
-        dataset.
-        """
+        """Goes to the place that `position` returned; ValueError if that is of another dataset."""
         self._first_step = saved["first_step"]
         self._sizes.restore(saved["sizes"])
         self._rows_before = None if self._first_step is None else self._first_step["rows"]
         self._passes.restore(saved, tensors)
 
     def find(self, saved: Place, pieces: str, recut: bool) -> None:
-        """Goes to that place in other pieces; raises ValueError if the same rows do not make the
-        same steps.
+        """Goes to that place in other pieces.
+
+        Raises ValueError if the same rows do not make the same steps.
         """
-        given, first = saved.get("given", saved), saved["first_step"]
-        sharded = first is None or self._sharded_by_workers
-        obstacle = (
-            "each worker has sharded it itself" if sharded else self._passes.in_other_pieces(recut)
-        )
-        if (obstacle := obstacle or self._read_again(given, first)) is not None:
+        obstacle = self._find(saved.get("given", saved), saved["first_step"], recut)
+        if obstacle is not None:
             raise ValueError(
                 f"{self.what} cannot go on in other pieces ({pieces}), since {obstacle}. Nothing "
                 "was changed: go on in the pieces that were saved, or name another "
                 "checkpoint_dir."
             )
 
-    def _read_again(self, given: Place, first: dict[str, int]) -> str | None:
-        """Drops the steps that were consumed; returns how they differ from those that were saved,
-        or None.
-        """
-        ended, full = self._passes.read_again(given), first["rows"]
-        dropped, steps, sizes, check, longest = self._skipped()
-        if dropped:
-            self._sizes.batch_size = longest
-        elif ended is not None and self._pools:
-            check = checksum(ended[0])
-        ahead = list(itertools.islice(steps, 1))
-        size = [*sizes, *(sum(lengths) for _, lengths in ahead), full][0]
-        if size != full:
-            batches = f"batches of {full} / gradient_accumulation_steps rows"
-            return f"a train step would be of {size} rows: {batches} would do"
-        if sum(sizes) != given["rows"] or any(each != full for each in sizes[:-1]):
+    def _find(self, place: Place, first_step: dict[str, int] | None, recut: bool) -> str | None:
+        """Goes to a place in other pieces; returns what keeps it from that, or None."""
+        if first_step is None or self._sharded_by_workers:
+            return "each worker has sharded it itself"
+        obstacle = self._passes.in_other_pieces(recut)
+        if obstacle is not None:
+            return obstacle
+        return self._read_again(place, first_step)
+
+    def _read_again(self, place: Place, first_step: dict[str, int]) -> str | None:
+        """Drops the steps that were consumed; returns how they differ from those saved, or None."""
+        full_rows = first_step["rows"]
+        last_ended = self._passes.read_again(place)
+        begun = self._begin_pass()
+        check = begun.checksum
+        if begun.dropped:
+            self._sizes.batch_size = begun.largest_batch
+        elif last_ended is not None and self._pools:
+            joined, _ = last_ended
+            check = checksum(joined)
+
+        next_step = list(itertools.islice(begun.steps, 1))
+        rows_of_first = full_rows
+        if begun.rows:
+            rows_of_first = begun.rows[0]
+        elif next_step:
+            rows_of_first = sum(next_step[0].lengths)
+        if rows_of_first != full_rows:
+            batches = f"batches of {full_rows} / gradient_accumulation_steps rows"
+            return f"a train step would be of {rows_of_first} rows: {batches} would do"
+        *before_last, _ = begun.rows or [0]
+        if sum(begun.rows) != place["rows"] or any(rows != full_rows for rows in before_last):
             return (
-                f"its {dropped} train steps so far, of {given['rows']} rows, would end with "
-                f"{sizes[-3:]} rows"
+                f"its {begun.dropped} train steps so far, of {place['rows']} rows, would end with "
+                f"{begun.rows[-3:]} rows"
             )
-        if check not in (None, first["checksum"]):
+        if check is not None and check != first_step["checksum"]:
             return "it yields other rows than it did, or in another order"
-        self._first_step, self._full_rows = first, full
-        self._rest = self._steps(itertools.chain(ahead, steps))
+
+        self._first_step = first_step
+        self._full_rows = full_rows
+        self._rest = self._steps(itertools.chain(next_step, begun.steps))
         return None
 
     def checksum(self) -> int:
-        """Returns that of the first step of the pass begun last, where workers must read the same;
-        else 0.
-        """
+        """Returns that of the last pass's first step where workers must read the same; else 0."""
         return self._checksum
 
     def epochs(self, at: Position) -> Iterator[Iterator[Dispatch]]:
         """Yields an iterator of dispatches for each epoch, from a position on."""
         held, ended = self._passes.pop_prefetched()
         if not self._full_rows:
-            self._rest = itertools.chain(held, () if ended else self._pass())
+            rest = iter(()) if ended else self._pass()
+            self._rest = itertools.chain(held, rest)
         done = at.step
         while not self._exhausted():
             yield self._passes.mark_consumed(group_steps(self._epoch(done), self.layout))
@@ -298,26 +332,29 @@ class DatasetStacks:
         """Tells if data that is read once has no step left for an epoch."""
         if not (self._read_once and self._given_steps):
             return False
-        if first := next(self._rest, None):
+        first = next(self._rest, None)
+        if first is not None:
             self._rest = itertools.chain([first], self._rest)
             return False
         warn(f"{self.what} is used up, which ends the training.", UserWarning)
         return True
 
     def _epoch(self, done: int) -> Iterator[Dispatch]:
-        """Yields the steps of an epoch after the first `done`: at most to the end of a pass, as in
-        Keras.
-        """
+        """Yields the steps of an epoch after the first `done`, as Keras at most those of a pass."""
         wanted = self._given_steps - done if self._given_steps else None
-        limit = wanted if self._epochs is None else None  # a PyDataset's epochs end by themselves
+        # A PyDataset's epochs end by themselves.
+        limit = wanted if self._epochs is None else None
         taken = 0
         while True:
             for step in itertools.islice(self._rest, limit):
                 taken += 1
                 yield step
             if limit is None or taken < limit:
-                self._rest = iter(()) if self._read_once and limit else self._pass()
-            # a pass that ended with the last epoch leaves nothing for this one
+                if self._read_once and limit:
+                    self._rest = iter(())
+                else:
+                    self._rest = self._pass()
+            # A pass that ended with the last epoch leaves nothing for this one.
             if taken or not wanted:
                 break
         if wanted is None or taken == wanted:
@@ -330,70 +367,59 @@ class DatasetStacks:
             )
         warn_short(self.what, done + taken, self._given_steps)
 
-    def _skipped(
-        self,
-    ) -> tuple[int, Iterator[tuple[list[Batch], list[int]]], list[int], int | None, int]:
-        """Begins a pass without the steps done: how many, the others, their rows, the first's
-        checksum and batch.
-        """
-        dropped, steps, check, longest = self._passes.begin(), self._pooled(), None, 0
-        sizes: list[int] = []
-        for batches, lengths in itertools.islice(steps, dropped):
-            if not sizes:
-                check, longest = _checksum_of_rows(batches), max(lengths)
-            sizes.append(sum(lengths))
-        return dropped, steps, sizes, check, longest
+    def _begin_pass(self) -> BegunPass:
+        """Begins a pass and drops the steps that were done of it."""
+        dropped = self._passes.begin()
+        steps = self._pooled()
+        rows: list[int] = []
+        check = None
+        largest_batch = 0
+        for step in itertools.islice(steps, dropped):
+            if not rows:
+                check = _checksum_of_rows(step.batches)
+                largest_batch = max(step.lengths)
+            rows.append(sum(step.lengths))
+        return BegunPass(dropped, steps, rows, check, largest_batch)
 
     def _pass(self) -> Iterator[Dispatch]:
-        dropped, steps, sizes, check, _ = self._skipped()
-        rows = sum(sizes)
-        # What ended before has an error of its own.
-        if len(sizes) == dropped > 0 and rows != self._passes.rows and not self._sharded_by_workers:
+        begun = self._begin_pass()
+        rows = sum(begun.rows)
+        has_all = len(begun.rows) == begun.dropped > 0  # what ended before has an error of its own
+        if has_all and rows != self._passes.rows and not self._sharded_by_workers:
             raise ValueError(
-                f"{self.what} yields {rows} rows in the {dropped} train steps that were done of "
-                f"the pass, where they had {self._passes.rows}: pass batches of as many rows as "
+                f"{self.what} yields {rows} rows in the {begun.dropped} train steps that were done "
+                f"of the pass, where they had {self._passes.rows}: pass batches of as many rows as "
                 "the checkpoint was made with."
             )
         if (
-            check is not None
+            begun.checksum is not None
             and self._first_step is not None
-            and check != self._first_step["checksum"]
+            and begun.checksum != self._first_step["checksum"]
         ):
             warn(
                 f"{self.what} yields other values in this pass than before the checkpoint, or in "
                 "another order: its place is found by the number of steps alone. For another "
                 "training name another checkpoint_dir."
             )
-        yield from self._steps(steps)
+        yield from self._steps(begun.steps)
 
-    def _steps(self, steps: Iterator[tuple[list[Batch], list[int]]]) -> Iterator[Dispatch]:
-        before = self._full_rows
+    def _steps(self, steps: Iterator[StepBatches]) -> Iterator[Dispatch]:
+        rows_of_last = self._full_rows
         for batches, lengths in steps:
             rows = sum(count(f"{self.what}: x, y and sample_weight", batch) for batch in batches)
             if not rows:
                 raise ValueError(
                     f"{self.what} yielded only batches without rows in a whole train step."
                 )
-            shared = not self._sharded_by_workers and (
-                self._passes.tracked or not self.layout.all_here
-            )
-            if shared and not self._passes.steps:
-                expected, self._rows_before = self._rows_before, None
-                if expected and expected != rows and not (self._full_rows or self._sizes.rows_vary):
-                    warn(
-                        f"{self.what}: the first train step of a pass is of {rows} rows, of "
-                        f"{expected} before the checkpoint. If its batches are others, train on "
-                        "with those that it was saved with."
-                    )
-                self._checksum = _checksum_of_rows(batches)
-                self._first_step = {"rows": rows, "checksum": self._checksum}
-            if before != self._full_rows:
+            if not self._passes.steps:
+                self._note_first_step(batches, rows)
+            if rows_of_last != self._full_rows:
                 warn(
-                    f"{self.what}: a train step within a pass is of {before} rows instead of "
+                    f"{self.what}: a train step within a pass is of {rows_of_last} rows instead of "
                     f"{self._full_rows}, so that training in other pieces is not what was saved: "
                     "batch rows in one place, after all else."
                 )
-            before = rows if self._full_rows else 0
+            rows_of_last = rows if self._full_rows else 0
             place = self._passes.mark()
             stacks, apart = self._sizes.arrange(batches, lengths)
             sharded = tuple(self.layout.shard(stack) for stack in stacks)
@@ -402,25 +428,56 @@ class DatasetStacks:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         self._passes.end()
 
-    def _pooled(self) -> Iterator[tuple[list[Batch], list[int]]]:
-        """Yields each step's batches, joined to one where TensorFlow pools them, and their numbers
-        of rows.
-        """
+    def _note_first_step(self, batches: list[Batch], rows: int) -> None:
+        """Notes by what a pass is known again, and warns if it has other rows than it had."""
+        is_for_all = self._passes.tracked or not self.layout.all_here
+        if self._sharded_by_workers or not is_for_all:
+            return
+        expected = self._rows_before
+        self._rows_before = None
+        may_differ = self._full_rows or self._sizes.rows_vary
+        if expected and expected != rows and not may_differ:
+            warn(
+                f"{self.what}: the first train step of a pass is of {rows} rows, of "
+                f"{expected} before the checkpoint. If its batches are others, train on "
+                "with those that it was saved with."
+            )
+        self._checksum = _checksum_of_rows(batches)
+        self._first_step = {"rows": rows, "checksum": self._checksum}
+
+    def _pooled(self) -> Iterator[StepBatches]:
+        """Yields the batches of each step, joined to one where TensorFlow joins them."""
         batches = self._passes.iterator()
         if self._pools:
             for batch, lengths in batches:
-                yield [batch], lengths.numpy().tolist()
+                yield StepBatches([batch], lengths.numpy().tolist())
             return
         while step := list(itertools.islice(batches, self.layout.accumulation)):
             lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
             with_rows = list(itertools.compress(step, lengths))
-            yield with_rows or step[:1], lengths
+            yield StepBatches(with_rows or step[:1], lengths)
+
+
+def _joins_rows(source: DatasetSource) -> bool:
+    """Tells if TensorFlow joins the rows of a step's batches, which all are of one shape."""
+    if source.python_batches is not None:
+        return False
+    specs = tf.nest.flatten(source.dataset.element_spec)
+    return all(spec.shape[1:].is_fully_defined() for spec in specs)
+
+
+def _make_pipeline(source: DatasetSource, micro_batches: int) -> tf.data.Dataset | PythonBatches:
+    """Makes what the batches of steps are read from, some steps ahead of use."""
+    ahead = PREFETCH * micro_batches
+    if source.python_batches is not None:
+        return dataclasses.replace(source.python_batches, ahead=ahead)
+    if _joins_rows(source):
+        return source.dataset.ragged_batch(micro_batches).map(_pool).prefetch(PREFETCH)
+    return source.dataset.prefetch(ahead)
 
 
 class _ReadOnceBatches:
-    """Batches that can be read once, and of which no more than `at_most` are read, if that is
-    set.
-    """
+    """Batches that can be read once, no more than `at_most` of them if that is set."""
 
     def __init__(self, batches: Iterator):
         self._batches = batches
@@ -439,13 +496,12 @@ def _checksum_of_rows(batches: list[Batch]) -> int:
 
 
 def _own_shards(layout: Layout, dataset: tf.data.Dataset, what: str) -> Layout:
-    """Returns the layout for a dataset of which each worker reads all, or its own part under a
-    policy of OFF.
+    """Returns the layout for a dataset of which each worker reads all.
+
+    Under a policy of OFF each reads a part of its own.
     """
-    policy, policies = (
-        dataset.options().experimental_distribute.auto_shard_policy,
-        tf.data.experimental.AutoShardPolicy,
-    )
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    policies = tf.data.experimental.AutoShardPolicy
     if layout.all_here or policy in (policies.AUTO, policies.DATA):
         return layout
     if policy != policies.OFF:

@@ -52,10 +52,9 @@ class Passes:
     read from them.
 
     The place is what was consumed, not what was prefetched: TensorFlow's iterator state. Where
-        there is none (Python
-    code, several shuffles, a cache of shuffled elements), and where other processes read the same
-    (`alike`), it is the number of steps, which are read again and dropped. `steps` and `rows` count
-    this pass.
+    there is none (Python code, several shuffles, a cache of shuffled elements), and where other
+    processes read the same (`alike`), it is the number of steps, which are read again and dropped.
+    `steps` and `rows` count this pass.
     """
 
     def __init__(

@@ -2,9 +2,8 @@
 exchange.
 
 Gradients are reduced in rounds, in the order of the weights. Several workers gather new weights
-    from lines: an owner's,
-one after the other, padded to one length. The buffer of a round has an equally long segment of each
-owner's line.
+from lines: an owner's, one after the other, padded to one length. The buffer of a round has an
+equally long segment of each owner's line.
 """
 
 from __future__ import annotations

@@ -63,8 +63,9 @@ def host() -> DeviceMemory:
 def parse_size(text: str | int, name: str = "memory_limit") -> int:
     """Parses a number of bytes, or a text like "16GiB" or "500 MB".
 
-    Raises: ValueError: raised for anything else, and for a number that is too small to be meant as
-        bytes.
+    Raises:
+        ValueError: raised for anything else, and for a number that is too small to be meant as
+            bytes.
 
     >>> parse_size("16GiB"), parse_size("1.5 GB"), parse_size(4096)
     (17179869184, 1500000000, 4096)

@@ -20,9 +20,11 @@ class OutOfMemoryError(MemoryError):
     Raised before the step runs if its compiled program cannot fit, or when TensorFlow runs out of
     memory.
 
-    Attributes: memory: the `StepMemory` of the program; None where it is not known. limit: bytes
-        that the program may take. fits: the largest `batch_size` found that fits with the same rows
-        an update; None where none was.
+    Attributes:
+        memory: the `StepMemory` of the program; None where it is not known.
+        limit: bytes that the program may take.
+        fits: the largest `batch_size` found that fits with the same rows an update; None where none
+            was.
     """
 
     def __init__(

@@ -1,10 +1,9 @@
 """Keeps compiled programs in a folder for the next process: XLA's persistent cache, with seals.
 
 XLA reads and writes a staging folder of this process alone. An entry is linked into it from the
-store once its checksum
-is verified. Whole files that XLA wrote there are moved to the store and sealed: the seal is a file
-    with the program's
-name, the seconds of its compilation and the checksum, and is written last.
+store once its checksum is verified. Whole files that XLA wrote there are moved to the store and
+sealed: the seal is a file with the program's name, the seconds of its compilation and the checksum,
+and is written last.
 """
 
 from __future__ import annotations

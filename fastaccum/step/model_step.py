@@ -31,8 +31,7 @@ class ModelStep(Step):
     `ModelObjective`.
 
     XLA compiles those that take a single micro-batch, as sizes that vary need, if `compile_parts`:
-        each of them for one
-    size. Else TensorFlow runs them op by op, and one trace is for all sizes.
+    each of them for one size. Else TensorFlow runs them op by op, and one trace is for all sizes.
     """
 
     def __init__(

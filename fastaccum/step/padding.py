@@ -37,17 +37,17 @@ class Padding:
 
     That is the model's outputs for the steps given, the losses, metrics and what they leave in the
     state, and the gradients of losses and outputs. They are computed op by op, in training and not,
-    without dropout, with the weights
-    as they are, moved by 0.1, and moved at random: a weight that is 0 before the training would
-        hide what it lets in,
-    and a maximum what is below it. All is as it was afterwards.
+    without dropout, with the weights as they are, moved by 0.1, and moved at random: a weight that
+    is 0 before the training would hide what it lets in, and a maximum what is below it. All is as
+    it was afterwards.
 
     Args:
         objective: the model's.
         enter: returns the scope of the computation.
 
-    Attributes: fills: values that may stand for padding in a model's inputs: 0, and those of its
-        Masking layers.
+    Attributes:
+        fills: values that may stand for padding in a model's inputs: 0, and those of its Masking
+            layers.
     """
 
     def __init__(

@@ -237,8 +237,7 @@ class Program(TracedFunction):
         that fails.
 
         Code that asks for a length, as `table[: x.shape[1]]` does, finds none in a relaxed trace.
-            Variables are as
-        before then. A shape that does not fit is refused by the trace of its own.
+        Variables are as before then. A shape that does not fit is refused by the trace of its own.
         """
         assert relaxed.concrete is not None
         variables = list(relaxed.concrete.graph.variables)

@@ -48,10 +48,13 @@ class UpdateByMicroBatch:
     these, to float32 rounding. Between the programs the sums are in variables, which XLA adds to in
     place.
 
-    Args: cycle: the train step of whole updates. objective: the cycle's objective. jit_compile:
-        compile with XLA, for each size. Without it, one trace is for all sizes. retraces: what the
-        other programs share, those that train and those that evaluate. admit: `admit(part,
-        training, program)` returns the scope of the first run of a program of this part.
+    Args:
+        cycle: the train step of whole updates.
+        objective: the cycle's objective.
+        jit_compile: compile with XLA, for each size. Without it, one trace is for all sizes.
+        retraces: what the other programs share, those that train and those that evaluate.
+        admit: `admit(part, training, program)` returns the scope of the first run of a program of
+            this part.
     """
 
     def __init__(

@@ -25,8 +25,8 @@ def reading(*readers: Reader | None) -> Iterator[None]:
 
     TensorFlow's threads call Python for a `tf.data.Dataset` of Python code. An iterator that
     something still holds, such as an error's traceback, is deleted only as the interpreter ends.
-    That waits for the threads, which can no
-    longer call Python by then: the process would never end.
+    That waits for the threads, which can no longer call Python by then: the process would never
+    end.
     """
     try:
         yield

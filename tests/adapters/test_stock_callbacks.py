@@ -2,9 +2,8 @@
 Keras's own `fit`.
 
 Each case trains a model by Keras (batches of 8 rows) and by the Trainer (2 micro-batches of 4) from
-the same weights,
-and compares what the callback leaves: history, weights, files, messages. docs/guides/callbacks.md
-    lists what differs.
+the same weights, and compares what the callback leaves: history, weights, files, messages.
+docs/guides/callbacks.md lists what differs.
 """
 
 import csv

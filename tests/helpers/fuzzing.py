@@ -203,7 +203,7 @@ def fuzz(
     """Makes and judges calls; returns how many came to what, and those that went wrong.
 
     `make` returns what `judge` takes: the call, what runs it, what must not move, and what checks a
-        result.
+    result.
     """
     with _unfiltered_tracebacks():
         return _judged(calls, seed, make, first)

@@ -957,9 +957,8 @@ def by_keras(
     """The script by Keras's own `fit`, with all rows of an update in one batch.
 
     Keras differs in three things, which are made alike: an update without a valid element is
-        undone; a mask of tokens
-    holds for losses of elements, which Keras refuses; losses that layers add in half precision,
-    which Keras cannot sum, are cast to float32.
+    undone; a mask of tokens holds for losses of elements, which Keras refuses; losses that layers
+    add in half precision, which Keras cannot sum, are cast to float32.
 
     Args:
         result: of `ours`, whose weights are evaluated.

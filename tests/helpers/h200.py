@@ -114,8 +114,10 @@ def cost_analysis(optimized):
 def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
     """Lets `has_gpu()` say so: what is traced inside is what a GPU would get.
 
-    Args: cudnn: what the trial of cuDNN's attention answers, which no description can run; None
-        lets it run here. compute_capability: of that GPU; an H200's by default.
+    Args:
+        cudnn: what the trial of cuDNN's attention answers, which no description can run; None lets
+            it run here.
+        compute_capability: of that GPU; an H200's by default.
     """
     asked, details = (
         (devices.has_gpu, devices.compute_capability),

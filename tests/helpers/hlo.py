@@ -74,10 +74,13 @@ class Instruction:
 class Value:
     """What an instruction yields where it is called.
 
-    Attributes: instruction: the line that computes it. inputs: the values it is computed from.
-        kernel: the fusion it is part of, or its own name. times: how often it is computed each time
-        the program runs: the product of the trip counts around it. users: the values computed from
-        it.
+    Attributes:
+        instruction: the line that computes it.
+        inputs: the values it is computed from.
+        kernel: the fusion it is part of, or its own name.
+        times: how often it is computed each time the program runs: the product of the trip counts
+            around it.
+        users: the values computed from it.
     """
 
     instruction: Instruction
@@ -103,11 +106,13 @@ class Value:
 class WeightGradient:
     """A matmul that yields the gradient of a kernel.
 
-    Attributes: shape: the kernel's, smaller size first. operands: dtype of the matrices multiplied.
+    Attributes:
+        shape: the kernel's, smaller size first.
+        operands: dtype of the matrices multiplied.
         dtype: the narrowest float on the way from the product (or its partial sums) to the
-        accumulator. added: where the accumulator is added: in the matmul's "epilogue", in the
-        "reduction" of its partial sums,
-            "apart" in a kernel of its own, or None, nowhere.
+            accumulator.
+        added: where the accumulator is added: in the matmul's "epilogue", in the "reduction" of its
+            partial sums, "apart" in a kernel of its own, or None, nowhere.
         times: how often it is computed each time the program runs.
     """
 
@@ -192,9 +197,9 @@ class Program:
         """The matmuls, split over their inner dimension or not, whose product has the shape of one
         of the kernels.
 
-        Args: kernels: shapes, [in, out]. No other product of the program may have one of them, so
-            the number of
-                tokens must differ from all widths.
+        Args:
+            kernels: shapes, [in, out]. No other product of the program may have one of them, so the
+                number of tokens must differ from all widths.
         """
         kernels = {_size_ordered(kernel) for kernel in kernels}
         for value in self.values:

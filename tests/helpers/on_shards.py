@@ -357,7 +357,7 @@ def check_resumed_on_other_devices_and_shares():
 
     Bit for bit on as many, with shares or none. Other numbers of replicas add up in another order,
     which Adam's division enlarges: 5.2e-7 of the largest number of a variable at most, and without
-        shares as much.
+    shares as much.
     """
     kinds = [(1, False), (2, False), (2, True), (4, False), (4, True)]
     whole = {kind: train_on(*kind) for kind in kinds if kind[0] <= on_replicas.COUNT}

@@ -15,8 +15,7 @@ def coefficients(reduction, valid, weights=None):
     valid, else 0.
 
     The denominator is that of the Keras reduction: the count of valid elements, where a weight of 0
-        counts;
-    the sum of their weights; or 1.
+    counts; the sum of their weights; or 1.
     """
     weights = np.where(valid, 1.0 if weights is None else weights.astype("float64"), 0.0)
     denominator = {

@@ -2,8 +2,8 @@
 of COUNT devices.
 
 JOBS is JSON: for each training that is to begin or to end here, how. With PORTS the process is one
-    worker of several.
-`test_resume_in_other_pieces.py` starts them, and does the same in its own process, on one device.
+worker of several. `test_resume_in_other_pieces.py` starts them, and does the same in its own
+process, on one device.
 """
 
 import contextlib

@@ -2,8 +2,7 @@
 folder.
 
 Every ```python block runs as printed, from the top of the page to its end, in one namespace. What
-the reader is to
-bring (data, a model) comes from invisible blocks of Sybil, in HTML comments:
+the reader is to bring (data, a model) comes from invisible blocks of Sybil, in HTML comments:
 
     <!-- invisible-code-block: python
     x = np.zeros((8, 3), "float32")

@@ -34,15 +34,20 @@ TOLERANCE = 1e-5
 class Case:
     """A model with its data, as arguments of both `compile`, `fit` and `Trainer`.
 
-    Attributes: x, y, sample_weight: nests of arrays (or strings), all of one step; y None where the
-        model has its own loss. loss: None for the model's own, or what it was compiled with.
+    Attributes:
+        x, y, sample_weight: nests of arrays (or strings), all of one step; y None where the model
+            has its own loss.
+        loss: None for the model's own, or what it was compiled with.
         optimizer: makes one of the model's family; the update is measured in its steps.
-        micro_batches: what our step cuts the rows into. by_micro_batch: compare with a loop over
-        micro-batches (batch statistics), not with the full batch. fit: further arguments of `fit`,
-        for both. trainer: further arguments of `Trainer`. compare_logs: whether Keras's logs must
-        be ours. magnifies: a deep stack magnifies rounding: our update may be 1.05 times as far
-        from float64 as Keras's. attention: what computed each layer's attention in our step, once
-        it has run.
+        micro_batches: what our step cuts the rows into.
+        by_micro_batch: compare with a loop over micro-batches (batch statistics), not with the full
+            batch.
+        fit: further arguments of `fit`, for both.
+        trainer: further arguments of `Trainer`.
+        compare_logs: whether Keras's logs must be ours.
+        magnifies: a deep stack magnifies rounding: our update may be 1.05 times as far from float64
+            as Keras's.
+        attention: what computed each layer's attention in our step, once it has run.
     """
 
     model: Any
@@ -69,9 +74,11 @@ class Steps:
     """One update written in both ways, for what is not a `fit`: loops with TrainStep, several
     models.
 
-    Attributes: variables: those that the update trains; `state` what else it moves. ours, theirs:
-        run it once; may return logs, of which those of one name are compared. by_train_step:
-        whether ours is a loop with TrainStep, not a `fit` beside something else than Keras's.
+    Attributes:
+        variables: those that the update trains; `state` what else it moves.
+        ours, theirs: run it once; may return logs, of which those of one name are compared.
+        by_train_step: whether ours is a loop with TrainStep, not a `fit` beside something else than
+            Keras's.
     """
 
     variables: Sequence[Any]
@@ -95,10 +102,10 @@ def row(
 ) -> Callable[[Callable[[], Case | Steps]], Callable]:
     """A test that trains what the function returns in both ways, and a row of docs/models.md.
 
-    Args: note: for the page. One is due where `tolerance` is above 1e-5: it says why. mixed: also
-        under mixed_float16 and mixed_bfloat16, where our error against float32 may be 1.5 times
-        that of
-            the model's own step at most.
+    Args:
+        note: for the page. One is due where `tolerance` is above 1e-5: it says why.
+        mixed: also under mixed_float16 and mixed_bfloat16, where our error against float32 may be
+            1.5 times that of the model's own step at most.
         quick: whether CI trains it.
         fused: whether it has attention that the Trainer fuses where scores are large; it is trained
             with all of that fused, too.

@@ -5,10 +5,9 @@
     arguments]
 
 Each update is a train step of one micro-batch, compiled by XLA: of the loss where the test gives
-    one, else of the sum
-of gradient * variable (for `IndexedSlices`, of values * looked-up rows). Cases that fail for a
-reason are in notes.md, under "tensorflow-addons' own optimizer tests", by name (a `*` stands for
-any ending); all others must pass.
+one, else of the sum of gradient * variable (for `IndexedSlices`, of values * looked-up rows). Cases
+that fail for a reason are in notes.md, under "tensorflow-addons' own optimizer tests", by name (a
+`*` stands for any ending); all others must pass.
 """
 
 from __future__ import annotations
