@@ -18,15 +18,24 @@ from fastaccum.data.stacks import Batch, Dispatch, Place
 from fastaccum.kernels import private
 from fastaccum.lines import warn
 
-_ITERATOR, _START = "iterator", "start of the pass"
-_SEEDS_DRAWN = b"epoch_num_random_samples"  # in a shuffle's state
+# Names of tensors in a checkpoint: the states of the iterator, and of one that has read nothing.
+_ITERATOR = "iterator"
+_START = "start of the pass"
+# The name in a shuffle's state of how many seeds it has drawn.
+_SEEDS_DRAWN = b"epoch_num_random_samples"
+# Parts of a pipeline within which a shuffle begins anew at other moments than a pass.
 _HOLDERS = {
     "CacheDataset": "a cache",
     "ConcatenateDataset": "a concatenation",
     "RepeatDataset": "a finite repetition",
 }
-_OF_BATCHES = {"ShuffleDataset": "shuffles", "RepeatDataset": "repeats"}
-_OF_BATCHES |= {"ConcatenateDataset": "concatenates", "DirectedInterleave": "chooses between"}
+# Parts behind `batch` that let other batches hold other rows.
+_OF_BATCHES = {
+    "ShuffleDataset": "shuffles",
+    "RepeatDataset": "repeats",
+    "ConcatenateDataset": "concatenates",
+    "DirectedInterleave": "chooses between",
+}
 
 
 class Origin(NamedTuple):
@@ -48,8 +57,7 @@ def used_up(origin: Origin) -> ValueError:
 
 
 class Passes:
-    """The iterators over a dataset of `structure`, one after the other, and the steps that were
-    read from them.
+    """Reads a dataset of `structure` pass by pass, and knows its place in it.
 
     The place is what was consumed, not what was prefetched: TensorFlow's iterator state. Where
     there is none (Python code, several shuffles, a cache of shuffled elements), and where other
@@ -65,31 +73,37 @@ class Passes:
         alike: bool,
         sizes: Callable[[], Place],
     ):
-        self._pipeline, self._structure, self._origin, self._alike = (
-            pipeline,
-            structure,
-            origin,
-            alike,
-        )
+        self._pipeline = pipeline
+        self._structure = structure
+        self._origin = origin
+        self._alike = alike
         self._sizes = sizes  # what the steps so far have shown, a part of the place
         self.tracked = False  # True if the place will be asked for
-        self.steps = self.rows = 0
-        self._ended = self._skip = 0
+
+        # Counts: of this pass; of passes that ended; of steps to drop of the next one.
+        self.steps = 0
+        self.rows = 0
+        self._ended = 0
+        self._skip = 0
+
+        self._iterator: Any = None
+        self._resumed: tf.data.Iterator | None = None  # in the state that a checkpoint had
+        self._start: tf.Tensor | None = None  # the state of an iterator that has read nothing
+        # Steps that were read but not consumed, each with the place before it; and those of them
+        # that a checkpoint held.
+        self._read: collections.deque[tuple[Place, Dispatch]] = collections.deque()
         self._held: list[Dispatch] = []
         self._held_marks: list[Place] = []
-        self._iterator: Any = None
-        self._resumed: tf.data.Iterator | None = None
-        self._start: tf.Tensor | None = None
-        self._read: collections.deque[tuple[dict, Dispatch]] = collections.deque()
 
     # A pass: begin, iterator, read for each step, end.
 
     def begin(self) -> int:
         """Begins a pass; returns how many of its steps are to be dropped."""
-        self.steps, self._skip = self._skip, 0
+        self.steps = self._skip
+        self._skip = 0
         if self._resumed is not None:
             return 0
-        # Keras would begin with the batches that it peeked at for shapes
+        # Keras would begin with the batches that it peeked at for shapes.
         if self._origin.read_once and self._ended:
             raise used_up(self._origin)
         if self._origin.epochs is not None:
@@ -98,12 +112,14 @@ class Passes:
         return self.steps
 
     def iterator(self) -> Iterator:
-        if self._resumed is None:
-            self._iterator = iter(self._pipeline)
-            if self.tracked and self._savable and not _endless(self._pipeline):
-                self._start = self._serialized()
-        else:
-            self._iterator, self._resumed = self._resumed, None
+        """Returns the pass's iterator: a new one, or the one that a checkpoint left."""
+        if self._resumed is not None:
+            self._iterator = self._resumed
+            self._resumed = None
+            return self._iterator
+        self._iterator = iter(self._pipeline)
+        if self.tracked and self._savable and not _endless(self._pipeline):
+            self._start = self._serialized()
         return self._iterator
 
     def close(self) -> None:
@@ -113,17 +129,21 @@ class Passes:
                 iterator.close()
             elif iterator is not None:
                 private.iterator_resource.set(iterator, None)
-        self._iterator = self._resumed = None
+        self._iterator = None
+        self._resumed = None
 
     def read(self, step: Dispatch, rows: int, mark: Place) -> Dispatch:
         """Notes a step that was read; `mark` is the place before it."""
         self._read.append((mark, step))
-        self.steps, self.rows = self.steps + 1, self.rows + rows
+        self.steps += 1
+        self.rows += rows
         return step
 
     def end(self) -> None:
+        """Ends a pass of which all was read."""
         self._ended += 1
-        self.steps = self.rows = 0
+        self.steps = 0
+        self.rows = 0
         if self._origin.epochs is not None:
             self._origin.epochs.end_epoch()
 
@@ -137,54 +157,63 @@ class Passes:
             yield dispatch
 
     def pop_prefetched(self) -> tuple[list[Dispatch], bool]:
-        """Returns the steps that were prefetched but not consumed before a resume, and whether they
-        end their pass.
+        """Returns the steps that a checkpoint held, read but not consumed.
+
+        Returns, too, if they end their pass.
         """
         held = []
         for step, mark in zip(self._held, self._held_marks, strict=True):
-            step = step._replace(
-                rows=sum(int(np.count_nonzero(stack.valid)) for stack in step.stacks)
-            )
+            rows = sum(int(np.count_nonzero(stack.valid)) for stack in step.stacks)
+            step = step._replace(rows=rows)
             held.append(step)
             self._read.append((mark, step))
         self._held = []
-        return held, bool(held) and not self._skip
+        end_their_pass = bool(held) and not self._skip
+        return held, end_their_pass
 
     # Its place.
 
     def position(self) -> tuple[Place, dict[str, tf.Tensor]]:
         """Returns the place after the dispatch consumed last, as plain values and tensors."""
-        given = self._read[0][0] if self._read else self.mark()
+        place_of_consumed = self.mark()
+        if self._read:
+            place_of_consumed, _ = self._read[0]
         if not self._savable:
-            return given, {}
-        tensors = {} if self._start is None else {_START: self._start}
+            return place_of_consumed, {}
+
+        tensors = {}
+        if self._start is not None:
+            tensors[_START] = self._start
         if self.steps:
             tensors[_ITERATOR] = self._serialized()
             if self._forgets_seeds(tensors[_ITERATOR]):
-                return given, {}
-        for i, (_, step) in enumerate(self._read):
-            for j, stack in enumerate(step.stacks):
-                tensors |= {
-                    f"held/{i}/{j}/{k}": leaf for k, leaf in enumerate(tf.nest.flatten(stack))
-                }
+                return place_of_consumed, {}
+
+        # The iterator's state is behind the steps that were read ahead: these are saved beside it.
         held = [step for _, step in self._read]
-        return {
+        for i, step in enumerate(held):
+            for j, stack in enumerate(step.stacks):
+                for k, leaf in enumerate(tf.nest.flatten(stack)):
+                    tensors[f"held/{i}/{j}/{k}"] = leaf
+        place = {
             **self.mark(),
-            "given": given,
+            "given": place_of_consumed,
             "held": [len(step.stacks) for step in held],
             "held_marks": [mark for mark, _ in self._read],
             "held_apart": [step.by_micro_batch for step in held],
             "held_real": [bool(tf.nest.flatten(step.stacks[0].real)) for step in held],
-        }, tensors
+        }
+        return place, tensors
 
     def _forgets_seeds(self, state: tf.Tensor) -> bool:
-        """Tells if a state lacks how many seeds a shuffle has drawn, as at the end of a batched
-        endless repetition.
+        """Tells if a state lacks how many seeds a shuffle has drawn.
+
+        So it does at the end of an endless repetition that is batched.
         """
         shuffles = _parts(self._pipeline, "ShuffleDataset")
-        if not shuffles or not any(
-            _parts(d, "BatchDataset") for d in _parts(self._pipeline, "RepeatDataset")
-        ):
+        repetitions = _parts(self._pipeline, "RepeatDataset")
+        repeats_batches = any(_parts(each, "BatchDataset") for each in repetitions)
+        if not shuffles or not repeats_batches:
             return False
         return tf.io.serialize_tensor(state).numpy().count(_SEEDS_DRAWN) < len(shuffles)
 
@@ -204,13 +233,16 @@ class Passes:
             try:
                 self._serialized()
             except tf.errors.OpError as error:
-                obstacle = re.sub(r"\{\{.*?\}\} |\[Op:.*", "", str(error).splitlines()[0]).strip()
+                first_line = str(error).splitlines()[0]
+                obstacle = re.sub(r"\{\{.*?\}\} |\[Op:.*", "", first_line).strip()
         what = self._origin.what
         if obstacle is not None:
+            read_again = "a pass"
+            if _moves_state(self._pipeline):
+                read_again = "a pass and all earlier passes"
             warn(
                 f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, "
-                "fit reads again and drops what was used of a "
-                f"pass{' and all earlier passes' if _moves_state(self._pipeline) else ''}: "
+                f"fit reads again and drops what was used of {read_again}: "
                 "exact, with nothing to do, if the data are the same in the same order then, as "
                 "lists and arrays are."
             )
@@ -235,16 +267,20 @@ class Passes:
         return mark
 
     def restore(self, saved: Place, tensors: dict[str, tf.Tensor]) -> None:
-        """Goes to the place that `position` returned; raises ValueError if the state is not of such
-        a dataset.
+        """Goes to the place that `position` returned.
+
+        Raises ValueError if the state is not of such a dataset.
         """
         if "held" not in saved:
             self.read_again(saved)
             return
-        self._ended, self._skip, self.rows = (saved[name] for name in ("passes", "steps", "rows"))
+        self._ended = saved["passes"]
+        self._skip = saved["steps"]
+        self.rows = saved["rows"]
         self.steps = self._skip  # those that are held among them
         if self._skip:
-            self._iterator = self._resumed = self._deserialized(tensors[_ITERATOR])
+            self._resumed = self._deserialized(tensors[_ITERATOR])
+            self._iterator = self._resumed
         # What a shuffle draws for the next pass hangs on its dataset, and is in the state of an
         # iterator only as long as that has not read all of its input. A new one always has it.
         self._start = tensors.get(_START)
@@ -253,34 +289,41 @@ class Passes:
         self._held_marks = saved["held_marks"]
         kinds_of_held = zip(saved["held"], saved["held_apart"], saved["held_real"], strict=True)
         for i, (count, apart, is_marked) in enumerate(kinds_of_held):
-            structure = self._structure._replace(
-                valid=0, real=self._structure.y if is_marked else ()
-            )
+            structure = self._structure._replace(valid=0)
+            if is_marked:
+                structure = structure._replace(real=self._structure.y)
             leaves = range(len(tf.nest.flatten(structure)))
-            flat = [[tensors[f"held/{i}/{j}/{k}"] for k in leaves] for j in range(count)]
-            stacks = tuple(tf.nest.pack_sequence_as(structure, each) for each in flat)
-            self._held.append(Dispatch(stacks, by_micro_batch=apart))
+            stacks = []
+            for j in range(count):
+                flat = [tensors[f"held/{i}/{j}/{k}"] for k in leaves]
+                stacks.append(tf.nest.pack_sequence_as(structure, flat))
+            self._held.append(Dispatch(tuple(stacks), by_micro_batch=apart))
 
-    def read_again(self, given: Place) -> Any:
-        """Goes to a place by its number of steps; returns the first element of the last pass that
-        ended, if read.
+    def read_again(self, place: Place) -> Any:
+        """Goes to a place by its number of steps.
+
+        Returns the first element of the last pass that ended, if that was read.
         """
-        first = None
-        self._ended, self._skip, self.rows = given["passes"], given["steps"], given["rows"]
+        self._ended = place["passes"]
+        self._skip = place["steps"]
+        self.rows = place["rows"]
         if self._origin.epochs is not None:
-            self._origin.epochs.replay(self._ended, given)
+            self._origin.epochs.replay(self._ended, place)
         if self._origin.python:
             return None
-        whole = _shuffled_within(self._pipeline) or _moves_state(self._pipeline)
+        first = None
+        needs_whole_passes = _shuffled_within(self._pipeline) or _moves_state(self._pipeline)
         for _ in range(self._ended):
             elements = iter(self._pipeline)  # a shuffle draws its seeds as a pass begins
             first = next(elements, None)
-            collections.deque(elements if whole else (), 0)
+            if needs_whole_passes:
+                collections.deque(elements, maxlen=0)
         return first
 
     def in_other_pieces(self, recut: bool) -> str | None:
-        """Returns what keeps rows from coming in the same order again, in other batches if `recut`;
-        else None.
+        """Returns what keeps rows from coming in the same order again, or None.
+
+        In other batches if they are `recut`.
         """
         if recut and self._origin.epochs is not None and self._origin.epochs.shuffled:
             return "its batches are shuffled (shuffle=True), whatever rows they hold"
@@ -288,7 +331,9 @@ class Passes:
             return None
         if _unseeded(self._pipeline):
             return "it shuffles without a seed, so that its order cannot be found again"
-        for kind, does in _OF_BATCHES.items() if recut else ():
+        if not recut:
+            return None
+        for kind, does in _OF_BATCHES.items():
             if any(_parts(each, "BatchDataset") for each in _parts(self._pipeline, kind)):
                 return f"it {does} batches: do so before .batch(...)"
         return None
@@ -310,87 +355,78 @@ class Passes:
 
 def _chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     """Lists a dataset and all that it is made from, the last transformation first."""
-    return [
-        dataset,
-        *(each for source in private.dataset_inputs(dataset) for each in _chain(source)),
-    ]
+    chain = [dataset]
+    for source in private.dataset_inputs(dataset):
+        chain.extend(_chain(source))
+    return chain
 
 
 def _parts(dataset: tf.data.Dataset, kind: str) -> list[tf.data.Dataset]:
-    """Lists the parts of a pipeline that are of a kind of TensorFlow's, whose class has these words
-    in its name.
-    """
-    return [
-        each
-        for each in _chain(dataset)
-        if any(kind in name for name in kinds(each) if _is_tensorflow(name))
-    ]
+    """Lists the parts of a pipeline whose class, of TensorFlow's, has `kind` in its name."""
 
+    def is_of_kind(part: tf.data.Dataset) -> bool:
+        for name in kinds(part):
+            package, _, _ = name.partition(".")
+            if package == "tensorflow" and kind in name:
+                return True
+        return False
 
-def _is_tensorflow(known_name: str) -> bool:
-    return known_name.partition(".")[0] == "tensorflow"
+    return [part for part in _chain(dataset) if is_of_kind(part)]
 
 
 def batch_size(dataset: tf.data.Dataset) -> int | None:
-    """Returns the rows of a batch, as the last `batch` of a pipeline has them; None where no
-    `batch` is seen.
-    """
-    sizes = (private.batch_size(each, None) for each in _parts(dataset, "BatchDataset"))
-    return next((int(size) for size in sizes if size is not None), None)
+    """Returns the rows of a pipeline's last `batch`; None where none is seen."""
+    for part in _parts(dataset, "BatchDataset"):
+        size = private.batch_size(part, None)
+        if size is not None:
+            return int(size)
+    return None
 
 
 def _unseeded(dataset: tf.data.Dataset) -> bool:
-    return any(
-        int(private.shuffle_seed(shuffle)) == 0 == int(private.shuffle_seed2(shuffle))
-        for shuffle in _parts(dataset, "ShuffleDataset")
-    )
+    for shuffle in _parts(dataset, "ShuffleDataset"):
+        if int(private.shuffle_seed(shuffle)) == 0 == int(private.shuffle_seed2(shuffle)):
+            return True
+    return False
 
 
 def _endless(dataset: tf.data.Dataset) -> bool:
-    return any(int(private.repeat_count(each)) < 0 for each in _parts(dataset, "RepeatDataset"))
+    return any(int(private.repeat_count(part)) < 0 for part in _parts(dataset, "RepeatDataset"))
 
 
 def _moves_state(dataset: tf.data.Dataset) -> bool:
-    """Tells if a function assigns variables, as augmentation layers assign seeds that go on from
-    pass to pass.
+    """Tells if a function assigns variables.
+
+    Augmentation layers assign their seeds, which go on from pass to pass.
     """
-    graphs = (
-        f.function.graph.as_graph_def()
-        for each in _chain(dataset)
-        for f in private.dataset_functions(each)
-    )
-    nodes = (
-        node
-        for g in graphs
-        for nodes in (g.node, *(f.node_def for f in g.library.function))
-        for node in nodes
-    )
-    return any("Assign" in node.op or node.op == "RngReadAndSkip" for node in nodes)
+    for part in _chain(dataset):
+        for function in private.dataset_functions(part):
+            graph = function.function.graph.as_graph_def()
+            nodes = [*graph.node]
+            for called in graph.library.function:
+                nodes.extend(called.node_def)
+            if any("Assign" in node.op or node.op == "RngReadAndSkip" for node in nodes):
+                return True
+    return False
 
 
 def _shuffled_within(dataset: tf.data.Dataset) -> str | None:
-    """Returns which part of a pipeline holds shuffles that begin anew at other moments than a pass;
-    else None.
-    """
+    """Returns the part within which a shuffle begins anew at other moments than a pass, or None."""
     for kind, what in _HOLDERS.items():
-        if any(
-            _parts(each, "ShuffleDataset") and not _endless(each) for each in _parts(dataset, kind)
-        ):
-            return f"{what} of shuffled elements"
+        for part in _parts(dataset, kind):
+            if _parts(part, "ShuffleDataset") and not _endless(part):
+                return f"{what} of shuffled elements"
     return None
 
 
 def _obstacle(dataset: tf.data.Dataset) -> str | None:
-    """Returns the part of a pipeline whose saved state would not let later passes go on as before;
-    else None.
-    """
-    if any(private.cache_filename(each).numpy() for each in _parts(dataset, "CacheDataset")):
+    """Returns the part whose saved state would not let later passes go on as before, or None."""
+    if any(private.cache_filename(cache).numpy() for cache in _parts(dataset, "CacheDataset")):
         return "a cache in a file"  # which goes on being written after the state was saved
-    if any(
-        len(_parts(shuffle, "ShuffleDataset")) > 1 for shuffle in _parts(dataset, "ShuffleDataset")
-    ):
+    shuffles = _parts(dataset, "ShuffleDataset")
+    if any(len(_parts(shuffle, "ShuffleDataset")) > 1 for shuffle in shuffles):
         return "a shuffle of a shuffle"
     if _parts(dataset, "DirectedInterleave"):
-        # taken up near the end of one of them, it may hang when it is saved again
+        # Taken up near the end of one of them, it may hang when it is saved again.
         return "a choice between datasets"
     return _shuffled_within(dataset)
