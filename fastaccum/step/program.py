@@ -29,8 +29,9 @@ _FEWER_LENGTHS = (
 
 
 class Retraces:
-    """Warns, once for all programs that share the object, of a program that is compiled for `many`
-    shapes.
+    """Warns of a program that is compiled for `many` shapes.
+
+    Programs that share the object are warned of once, all together.
     """
 
     def __init__(self, many: int = 32) -> None:
@@ -38,36 +39,46 @@ class Retraces:
         self._warned = False
 
     def note(self, seconds: Mapping[tuple, float], axes: Sequence[str]) -> None:
-        """Counts a program's signatures after a new one, the last, with the seconds of their first
-        calls.
+        """Counts a program's signatures, of which the last one is new.
 
-        `axes` names the first axes of their tensors.
+        `seconds` has what the first call with each of them took, `axes` the names of the first axes
+        of their tensors.
         """
         *_, (structure, *_) = seconds
-        shapes = [
-            [shape for _, shape, _ in leaves] for known, *leaves in seconds if known == structure
-        ]
-        if self._warned or len(shapes) < self._many:
+        programs = []  # the shapes of each one's tensors
+        for known_structure, *leaves in seconds:
+            if known_structure == structure:
+                programs.append([shape for _, shape, _ in leaves])
+        if self._warned or len(programs) < self._many:
             return
         self._warned = True
-        most = max(
-            ({tuple(shape): None for shape in column} for column in zip(*shapes, strict=False)),
-            key=len,
-        )
-        shown = [str(shape) for shape in most]
+
+        # The tensor that came in the most shapes, and the axes in which these differ.
+        shapes: list[tuple] = []
+        for column in zip(*programs, strict=False):
+            shapes_of_one = list(dict.fromkeys(tuple(shape) for shape in column))
+            if len(shapes_of_one) > len(shapes):
+                shapes = shapes_of_one
+        names = []
+        only_rows_differ = True
+        for axis, lengths in enumerate(zip(*shapes, strict=False)):
+            if len({*lengths}) == 1:
+                continue
+            if axis < len(axes):
+                names.append(axes[axis])
+            else:
+                names.append("lengths")
+                only_rows_differ = False
+
+        shown = [str(shape) for shape in shapes]
         if len(shown) > 4:
             shown[3:-1] = ["..."]
-        differing = [
-            axis for axis, lengths in enumerate(zip(*most, strict=False)) if len({*lengths}) > 1
-        ]
-        only_rows_differ = all(axis < len(axes) for axis in differing)
         remedy = _FEWER_SIZES if only_rows_differ else _FEWER_LENGTHS
-        what = dict.fromkeys(axes[axis] if axis < len(axes) else "lengths" for axis in differing)
         warn(
-            f"{len(shapes)} programs were made so far, one for each kind of stack, which took "
+            f"{len(programs)} programs were made so far, one for each kind of stack, which took "
             f"{sum(seconds.values()):.0f} s; all stay in memory. What differs: "
-            f"{', '.join(what)}. One tensor came in {len(most)} shapes, [{', '.join(axes)}, "
-            f"...]: {', '.join(shown)}. {remedy}"
+            f"{', '.join(dict.fromkeys(names))}. One tensor came in {len(shapes)} shapes, "
+            f"[{', '.join(axes)}, ...]: {', '.join(shown)}. {remedy}"
         )
 
 
@@ -346,8 +357,9 @@ def _call_of(concrete: ConcreteFunction, args: tuple) -> Callable[[list[tf.Tenso
 
 
 def _order(structure: optree.PyTreeSpec) -> list[int]:
-    """Numbers a structure's leaves in the order of TensorFlow's nests, which sort the keys of an
-    OrderedDict too.
+    """Numbers a structure's leaves in the order of TensorFlow's nests.
+
+    These sort the keys of an OrderedDict, too.
     """
     numbers = optree.tree_unflatten(structure, range(structure.num_leaves))
     return [number for number in tf.nest.flatten(numbers) if number is not None]
@@ -355,23 +367,21 @@ def _order(structure: optree.PyTreeSpec) -> list[int]:
 
 @contextlib.contextmanager
 def preserve_variables(handles: Iterable[tf.Tensor]) -> Iterator[None]:
-    """Keeps the values of the variables that a program captured through a failure of its run inside
-    the block.
-    """
+    """Keeps the values of a program's variables through a failure of its run inside the block."""
     # XLA writes results over variables, and may run out of memory once these are freed; held
     # elsewhere, it leaves them.
-    resources = [handle for handle in handles if handle.dtype == tf.resource]
-    dtypes = [
-        private.get_eager_safe_handle_data(handle).shape_and_type[0].dtype for handle in resources
-    ]
-    values = [
-        tf.raw_ops.ReadVariableOp(resource=h, dtype=d)
-        for h, d in zip(resources, dtypes, strict=True)
-    ]
+    variables = []
+    for handle in handles:
+        if handle.dtype == tf.resource:
+            kind = private.get_eager_safe_handle_data(handle).shape_and_type[0]
+            variables.append((handle, kind.dtype))
+    values = []
+    for handle, dtype in variables:
+        values.append(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
     yield
     values.clear()
     # What XLA has allocated it does not write over, then or later: back to memory of TensorFlow's.
-    for handle, dtype in zip(resources, dtypes, strict=True):
+    for handle, dtype in variables:
         with tf.device(handle.device):
             value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
             tf.raw_ops.AssignVariableOp(resource=handle, value=tf.raw_ops.DeepCopy(x=value))
