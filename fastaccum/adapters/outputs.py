@@ -1,6 +1,4 @@
-"""The outputs of a model by position, and the targets, losses and metrics that a user passes for
-them.
-"""
+"""Matches a user's targets, losses and metrics with the outputs of a model, by position."""
 
 from __future__ import annotations
 
@@ -17,40 +15,48 @@ from fastaccum.adapters.arguments import LossArgument, Metric, MetricsArgument
 from fastaccum.adapters.attributes import Nest
 from fastaccum.kernels import private
 
+# The class index that stands for a number that is none, such as a fraction: no class has it.
 NOT_WHOLE = tf.int64.min
-Path = tuple[Any, ...]  # of keys and positions, from the root of a nest to a leaf
-# of leaves, in the structure of a nest
+
+# The keys and positions from the root of a nest to a leaf.
+Path = tuple[Any, ...]
+
+# The positions of leaves, in the structure of their nest.
 Positions: TypeAlias = "int | tuple[Positions, ...] | dict[str, Positions]"
-Placed = tuple[int, str, keras.metrics.Metric]  # a metric behind its output's position and its name
+
+# A metric behind its output's position and its name.
+Placed = tuple[int, str, keras.metrics.Metric]
 
 
 class Matched(NamedTuple):
-    """One micro-batch by output, in the order of `Outputs.names`; None where an output has no
-    target or no weight.
+    """One micro-batch by output, in the order of `Outputs.names`.
+
+    An entry is None where an output has no target or no weight.
     """
 
     y_true: list[tf.Tensor]
     y_pred: list[tf.Tensor]
     sample_weight: list[tf.Tensor | None]
-    # bool [rows], or [rows, length] of a target's elements; None where all are
+    # Bool [rows], or [rows, length] of a target's elements; None where all are valid.
     valid: Sequence[tf.Tensor | None]
 
 
 class Outputs:
-    """The outputs of a model: the leaves of the nest `y_pred` that it returns, in the order of its
-    Keras's flatten.
+    """The outputs of a model: the leaves of the nest that it returns, in its Keras's order.
 
-    `names` are the model's own, empty or too few where it names none. Where targets are fewer, they
-    are for the outputs that have a `loss`. With `pairs_in_order`, as where a model computes its
-    loss itself, targets that are fewer are for the metrics of the first outputs, and those of the
-    others are left out, as by Keras.
+    The nest is `y_pred`, and the order is that of the flatten of the model's own Keras. `names` are
+    the model's, empty or too few where it names none. Where targets are fewer, they are for the
+    outputs that have a `loss`. With `pairs_in_order`, as where a model computes its loss itself,
+    targets that are fewer are for the metrics of the first outputs, and the metrics of the
+    remaining outputs are left out, as by Keras.
     """
 
-    # or an output without a target has no loss and no metrics, instead of an error
+    # True if an output without a target has no loss and no metrics; if False, it is an error.
     skips_missing_targets = False
-    # of losses for one of several outputs: for a single one Keras takes the first
+    # True if one of several outputs may have a list of losses; of a single output's list, Keras
+    # takes the first loss.
     takes_lists = True
-    # whose keys are flattened as they come, others' sorted
+    # The mappings whose keys are flattened as they come; those of other mappings are sorted.
     _keep_order: tuple[type, ...] = (OrderedDict,)
 
     def __init__(
@@ -70,22 +76,30 @@ class Outputs:
     def _name(self, names: Sequence[str]) -> tuple[list[str], list[str]]:
         """Returns the names of the outputs, and those of their losses in logs."""
         if len(names) != len(self._paths):
-            names = [_key(p, f"output_{i}") for i, p in enumerate(self._paths)]
+            names = [_key(path, f"output_{i}") for i, path in enumerate(self._paths)]
         elif isinstance(self._tree, dict) and all(len(path) == 1 for path in self._paths):
             names = [path[0] for path in self._paths]
-        parts = [(*p[:-1], _key(p, name)) for name, p in zip(names, self._paths, strict=True)]
-        return list(names), ["/".join(map(str, each)) for each in parts]
+
+        log_names = []
+        for name, path in zip(names, self._paths, strict=True):
+            branches = path[:-1]
+            keys = (*branches, _key(path, name))
+            log_names.append("/".join(map(str, keys)))
+        return list(names), log_names
 
     def _positions(self, nest: Nest, path: Path = ()) -> Positions:
         """Returns the nest with the positions of its leaves, and notes their paths in order."""
         if isinstance(nest, Mapping):
-            keys = nest if isinstance(nest, self._keep_order) else sorted(nest)
-            found = {key: self._positions(nest[key], (*path, key)) for key in keys}
-            return {key: found[key] for key in nest}
+            visited = nest if isinstance(nest, self._keep_order) else sorted(nest)
+            branches = {key: self._positions(nest[key], (*path, key)) for key in visited}
+            return {key: branches[key] for key in nest}  # in the order of the nest's own keys
+
         if isinstance(nest, (list, tuple)):
-            return tuple(self._positions(each, (*path, i)) for i, each in enumerate(nest))
+            return tuple(self._positions(entry, (*path, i)) for i, entry in enumerate(nest))
+
+        position = len(self._paths)
         self._paths.append(path)
-        return len(self._paths) - 1
+        return position
 
     def predictions(self, y_pred: Any) -> list[tf.Tensor]:
         """Lists the tensors that the model returned by position."""
@@ -94,106 +108,141 @@ class Outputs:
     def match(
         self, value: Any, what: str, repeat: bool = False, several: bool = False
     ) -> list[Any]:
-        """Returns `placed` as a list by position, with None where there is nothing for an
-        output.
-        """
+        """Returns `placed` as a list by position, with None for an output that has no value."""
         placed = self.placed(value, what, repeat, several)
         return [placed.get(i) for i in range(len(self.names))]
 
     def placed(
         self, value: Any, what: str, repeat: bool = False, several: bool = False
     ) -> dict[int, Any]:
-        """Returns what a user passed as `what` by the outputs' positions, in the order in which
-        Keras visits them.
+        """Returns what a user passed as `what` by output, in the order in which Keras visits them.
 
-        If `repeat`, one value stands for every output; if `several`, an output may have a list of
-        values.
+        The keys are the outputs' positions. If `repeat`, one value stands for every output; if
+        `several`, an output may have a list of values.
         """
-        return {
-            i: v
-            for i, v in self._placed(value, what, self._tree, repeat, several)
-            if not _is_nothing(v)
-        }
+        placed = {}
+        for position, entry in self._placed(value, what, self._tree, repeat, several):
+            if not _is_nothing(entry):
+                placed[position] = entry
+        return placed
 
     def _placed(
         self, value: Any, what: str, tree: Positions, repeat: bool, several: bool
     ) -> Iterator[tuple[int, Any]]:
-        leaves = list(_leaves(tree))
-        names = [self.names[i] for i in sorted(leaves)]
-        parts: Iterable[tuple[Any, Any]]
+        """Yields the positions in a tree with their values."""
         if _is_nothing(value):
             return
+
+        pairs: Iterable[tuple[Any, Positions]]
+        may_be_list = several and isinstance(tree, int)
         if isinstance(value, Mapping):
-            branches = (
-                list(tree.items())
-                if isinstance(tree, dict)
-                else [(self.names[i], i) for i in leaves]
-            )
-            known = [name for name, _ in branches]
-            if unknown := set(value) - set(known):
-                raise ValueError(
-                    f"{what} names {sorted(unknown)}, but the model's outputs are {known}."
-                )
-            if isinstance(tree, dict):
-                branches = [(name, tree[name]) for name in value]
-            parts = [(value[name], branch) for name, branch in branches if name in value]
-        elif not isinstance(value, (list, tuple)) or (isinstance(tree, int) and several):
+            pairs = self._pair_by_name(value, what, tree)
+        elif isinstance(value, (list, tuple)) and not may_be_list:
+            pairs = self._pair_in_order(value, what, tree)
+        else:
+            leaves = list(_leaves(tree))
             if len(leaves) > 1 and not repeat:
                 raise ValueError(
-                    f"{what} is one value, but the model has {len(leaves)} outputs {names}: pass "
-                    "a list."
+                    f"{what} is one value, but the model has {len(leaves)} outputs "
+                    f"{self._names_of(leaves)}: pass a list."
                 )
-            yield from ((i, value) for i in leaves)
+            for position in leaves:
+                yield position, value
             return
-        elif isinstance(tree, tuple) and len(value) == len(tree):
-            parts = zip(value, tree, strict=True)
-        elif len(value) == len(leaves):
-            parts = [(value[i - min(leaves)], i) for i in leaves]
+
+        for entry, branch in pairs:
+            yield from self._placed(entry, what, branch, repeat, several)
+
+    def _pair_by_name(
+        self, value: Mapping, what: str, tree: Positions
+    ) -> list[tuple[Any, Positions]]:
+        """Pairs the entries of a mapping with the branches, or else the outputs, of their names."""
+        branches: list[tuple[str, Positions]]
+        if isinstance(tree, dict):
+            branches = list(tree.items())
         else:
+            branches = [(self.names[i], i) for i in _leaves(tree)]
+
+        known = [name for name, _ in branches]
+        unknown = set(value) - set(known)
+        if unknown:
             raise ValueError(
-                f"{what} has {len(value)} entries for the {len(leaves)} outputs {names}."
+                f"{what} names {sorted(unknown)}, but the model's outputs are {known}."
             )
-        for each, branch in parts:
-            yield from self._placed(each, what, branch, repeat, several)
+
+        if isinstance(tree, dict):
+            return [(value[name], tree[name]) for name in value]
+        return [(value[name], branch) for name, branch in branches if name in value]
+
+    def _pair_in_order(
+        self, value: Sequence, what: str, tree: Positions
+    ) -> list[tuple[Any, Positions]]:
+        """Pairs the entries of a list with the branches of a tuple, or else with its leaves."""
+        if isinstance(tree, tuple) and len(value) == len(tree):
+            return list(zip(value, tree, strict=True))
+
+        leaves = list(_leaves(tree))
+        if len(value) != len(leaves):
+            raise ValueError(
+                f"{what} has {len(value)} entries for the {len(leaves)} outputs "
+                f"{self._names_of(leaves)}."
+            )
+        # Entries are in the order of positions, which a dict's keys may visit in another order.
+        entry_at = dict(zip(sorted(leaves), value, strict=True))
+        return [(entry_at[i], i) for i in leaves]
+
+    def _names_of(self, positions: Iterable[int]) -> list[str]:
+        return [self.names[i] for i in sorted(positions)]
 
     def targets(self, value: Nest, what: str = "y", repeat: bool = False) -> list[Any]:
-        """Returns targets by position; fewer targets than outputs are for the outputs with a loss,
-        as in Keras.
-        """
-        entries = list(value) if isinstance(value, (list, tuple)) else [] if repeat else [value]
-        as_returned = isinstance(value, Mapping) or (
+        """Returns targets by position; as in Keras, fewer are for the outputs with a loss."""
+        if isinstance(value, (list, tuple)):
+            entries = list(value)
+        elif repeat:  # one value is for every output
+            entries = []
+        else:
+            entries = [value]
+
+        is_as_returned = isinstance(value, Mapping) or (
             isinstance(self._tree, tuple) and len(entries) == len(self._tree)
         )
-        if entries and len(entries) == len(self._with_loss) < len(self.names) and not as_returned:
-            of_loss = {
-                i: each
-                for i, each in zip(self._with_loss, entries, strict=True)
-                if not _is_nothing(each)
-            }
-            return [of_loss.get(i) for i in range(len(self.names))]
-        return self.match(value, what, repeat)
+        fits_losses = len(entries) == len(self._with_loss) < len(self.names)
+        if not entries or not fits_losses or is_as_returned:
+            return self.match(value, what, repeat)
+
+        targets: list[Any] = [None] * len(self.names)
+        for position, target in zip(self._with_loss, entries, strict=True):
+            if not _is_nothing(target):
+                targets[position] = target
+        return targets
 
     def matched(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Matched:
         """Returns the targets, predictions and weights of one micro-batch."""
         weights = self.targets(sample_weight, "sample_weight", repeat=True)
-        return Matched(
-            self.targets(y_true), self.predictions(y_pred), weights, [None] * len(self.names)
-        )
+        targets = self.targets(y_true)
+        return self._all_valid(targets, y_pred, weights)
 
     def targets_of_metrics(self, y_true: Nest) -> list[Any]:
-        """Returns targets by position; where targets are fewer, those of the first outputs, as
-        Keras pairs them.
-        """
-        flat = tf.nest.flatten(y_true)
-        if not self.pairs_in_order or isinstance(y_true, Mapping) or len(flat) >= len(self.names):
+        """Returns targets by position; as in Keras, fewer of them may be for the first outputs."""
+        entries = tf.nest.flatten(y_true)
+        missing = len(self.names) - len(entries)
+        if not self.pairs_in_order or isinstance(y_true, Mapping) or missing <= 0:
             return self.targets(y_true)
-        return [*flat, *[None] * (len(self.names) - len(flat))]
+        return entries + [None] * missing
 
     def matched_for_metrics(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Matched:
         """Returns what `matched` does, with the targets of metrics."""
         weights = self.targets(sample_weight, "sample_weight", repeat=True)
-        y_true = self.targets_of_metrics(y_true)
-        return Matched(y_true, self.predictions(y_pred), weights, [None] * len(self.names))
+        targets = self.targets_of_metrics(y_true)
+        return self._all_valid(targets, y_pred, weights)
+
+    def _all_valid(self, targets: list[Any], y_pred: Nest, weights: list[Any]) -> Matched:
+        return Matched(
+            y_true=targets,
+            y_pred=self.predictions(y_pred),
+            sample_weight=weights,
+            valid=[None] * len(self.names),
+        )
 
     def place_metrics(self, what: str, metrics: MetricsArgument) -> list[list[Metric]]:
         """Lists the metrics of each output; a list alone is for a single output, as in Keras."""
@@ -204,25 +253,29 @@ class Outputs:
             )
         if len(self.names) == 1 and not isinstance(metrics, dict):
             return [tf.nest.flatten(metrics)]
-        placed = self.match(metrics, "metrics", repeat=may_be_one, several=True)
-        return [tf.nest.flatten([] if each is None else each) for each in placed]
+
+        lists: list[list[Metric]] = []
+        for of_output in self.match(metrics, "metrics", repeat=may_be_one, several=True):
+            if of_output is None:
+                lists.append([])
+            else:
+                lists.append(tf.nest.flatten(of_output))
+        return lists
 
     def logs_each_loss(self, losses: int) -> bool:
         """Tells if each of so many losses is logged beside their sum."""
         return losses > 1
 
     def sort_metrics(self, placed: list[Placed]) -> list[Placed]:
-        """Sorts (position, name, metric), the metrics before the weighted ones, as Keras logs
-        them.
-        """
+        """Sorts (position, name, metric), with the metrics before the weighted ones, as in logs."""
         return placed
 
     def sort_logs(self, logs: Iterable[str], computed: Iterable[str]) -> list[str]:
-        """Sorts the names of logs as Keras's `evaluate` lists them: first those `computed`, in this
-        order.
-        """
+        """Sorts the names of logs as Keras's `evaluate` does: first those `computed`, in order."""
         logs = list(logs)
-        return list(dict.fromkeys([*(name for name in computed if name in logs), *sorted(logs)]))
+        names = [name for name in computed if name in logs]
+        names += sorted(logs)
+        return list(dict.fromkeys(names))  # each where it comes first
 
 
 class TFKerasOutputs(Outputs):
@@ -249,36 +302,50 @@ class TFKerasOutputs(Outputs):
         """Lists the metrics of each output; a plain list is for every output."""
         is_plain = isinstance(metrics, (list, tuple)) and not any(map(tf.nest.is_nested, metrics))
         if len(self.names) > 1 and is_plain:
-            objects = keras.metrics.Metric
-            return [
-                [
-                    type(m).from_config(m.get_config()) if isinstance(m, objects) else m
-                    for m in metrics
-                ]
-                for _ in self.names
-            ]
+            lists = []
+            for _ in self.names:
+                lists.append([_copy_of(metric) for metric in metrics])
+            return lists
         return super().place_metrics(what, metrics)
 
     def logs_each_loss(self, losses: int) -> bool:
         return len(self.names) > 1
 
     def sort_metrics(self, placed: list[Placed]) -> list[Placed]:
-        return sorted(placed, key=lambda each: each[0])
+        return sorted(placed, key=lambda metric: metric[0])  # by the output's position
 
     def sort_logs(self, logs: Iterable[str], computed: Iterable[str]) -> list[str]:
         return list(logs)
 
 
+def _copy_of(metric: Any) -> Any:
+    """Returns a new metric of the same configuration; a name or a function as it is."""
+    if isinstance(metric, keras.metrics.Metric):
+        return type(metric).from_config(metric.get_config())
+    return metric
+
+
 def _number(path: Path) -> str:
-    name = "_".join(str(key + 1 if isinstance(key, int) else key) for key in path)
-    return name if path and isinstance(path[0], str) else f"output_{name or 1}"
+    """Names an output as tf_keras does, by its path with positions that count from 1."""
+    keys = []
+    for key in path:
+        if isinstance(key, int):
+            keys.append(str(key + 1))
+        else:
+            keys.append(str(key))
+    name = "_".join(keys)
+
+    if path and isinstance(path[0], str):
+        return name
+    return f"output_{name or 1}"
 
 
 def _leaves(tree: Positions) -> Iterator[int]:
     if isinstance(tree, int):
         yield tree
         return
-    for branch in tree.values() if isinstance(tree, dict) else tree:
+    branches = tree.values() if isinstance(tree, dict) else tree
+    for branch in branches:
         yield from _leaves(branch)
 
 
@@ -288,17 +355,24 @@ def _is_nothing(value: object) -> bool:
 
 def _key(path: Path, default: str) -> str:
     """Returns the key at the end of a path, or `default` where the key is a number."""
-    return default if not path or isinstance(path[-1], int) else path[-1]
+    if not path or isinstance(path[-1], int):
+        return default
+    return path[-1]
 
 
 def make_distinct(names: Iterable[str], taken: Iterable[str] = ()) -> list[str]:
     """Appends _1, _2, ... to names that occur before or are `taken`, as Keras names metrics."""
-    found, taken = list[str](), set(taken)
+    taken = set(taken)
+    distinct = []
     for name in names:
-        tried = (name, *(f"{name}_{i}" for i in range(1, len(taken) + 1)))
-        found.append(next(each for each in tried if each not in taken))
-        taken.add(found[-1])
-    return found
+        candidate = name
+        number = 0
+        while candidate in taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        distinct.append(candidate)
+        taken.add(candidate)
+    return distinct
 
 
 def get_mask(tensor: tf.Tensor) -> tf.Tensor | None:
@@ -307,8 +381,9 @@ def get_mask(tensor: tf.Tensor) -> tf.Tensor | None:
 
 
 def to_whole(indices: tf.Tensor) -> tf.Tensor:
-    """Casts indices to int64, with `NOT_WHOLE` for fractions and NaN, which a plain cast would turn
-    into an index.
+    """Casts indices to int64, with `NOT_WHOLE` for fractions and NaN.
+
+    A plain cast would turn these into the index of some class.
     """
     as_int = tf.cast(indices, tf.int64)
     if not indices.dtype.is_floating:
@@ -319,8 +394,9 @@ def to_whole(indices: tf.Tensor) -> tf.Tensor:
 def require_known(
     what: str, value: object, kind: str, get: Callable[[str], object], shorthands: Sequence[str]
 ) -> None:
-    """Raises unless a loss or metric is an object, a function, or a name that `get` knows or of
-    `shorthands`.
+    """Raises unless a loss or metric is an object, a function, or a known name.
+
+    Names are known if they are in `shorthands`, or if `get` finds them.
     """
     if value is not None and not callable(value) and not isinstance(value, str):
         raise TypeError(f"{what}={value!r} must be a {kind}, its name, or fn(y_true, y_pred).")
