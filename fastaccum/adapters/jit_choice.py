@@ -1,5 +1,4 @@
-"""The choice of `jit_compile="auto"` on a CPU: whether a model's train step runs faster as an XLA
-program.
+"""Chooses what `jit_compile="auto"` is on a CPU: if a train step runs faster as an XLA program.
 
 XLA:CPU runs the gradients of convolutions as scalar code, but saves launches of operations and
 passes over memory. The rule compares the two in multiply-adds of a forward convolution, by factors
@@ -9,7 +8,6 @@ micro-batch, at the CPU and at whether TensorFlow has oneDNN on.
 
 from __future__ import annotations
 
-import itertools
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -20,18 +18,37 @@ from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.kernels import private
 
+# Operations that cost multiply-adds at each element of their result, at each element of their
+# input, and nothing.
 _CONVOLUTIONS = {"Conv2D", "Conv3D", "DepthwiseConv2dNative"}
 _TRANSPOSED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2"}
 _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape", "Shape"}
-# What XLA saves, in multiply-adds: on an element of a result; and in each micro-batch on an
-# operation (with its gradients), in all, and on a weight, by whether oneDNN's products of matrices
-# are about as fast as XLA's.
-_ELEMENT, _OPERATION, _STEP, _WEIGHT = 0.5, 2_000.0, 300_000.0, {False: 2.3, True: 0.5}
-_ROWS = 16  # of a micro-batch, where the data do not say
-# TensorFlow's operations use oneDNN.
+
+# What XLA saves on an element of a result, in multiply-adds. This factor and the next ones are
+# from `python -m benchmarks.jit_forms`.
+_ELEMENT = 0.5
+
+# What XLA saves in each micro-batch on an operation with its gradients, in multiply-adds.
+_OPERATION = 2_000.0
+
+# What XLA saves in each micro-batch however large the model is, in multiply-adds.
+_STEP = 300_000.0
+
+# What XLA saves in each micro-batch on a weight, in multiply-adds. It is less where oneDNN's
+# products of matrices are about as fast as XLA's.
+_WEIGHT = 2.3
+_WEIGHT_WITH_ONEDNN = 0.5
+
+# The rows of a micro-batch where the data do not say.
+_ROWS = 16
+
+# True if TensorFlow's operations use oneDNN.
 ONEDNN: bool = private.has("pywrap_util_port") and private.pywrap_util_port.IsMklEnabled()
+
+# Linux's description of the CPU; other systems have none.
 _CPU = pathlib.Path("/proc/cpuinfo")
-# the CPU computes 16 float32 numbers at a time
+
+# True if the CPU computes 16 float32 numbers at a time.
 AVX512 = _CPU.exists() and " avx512f " in _CPU.read_text()
 
 Node: TypeAlias = "tf.compat.v1.NodeDef"
@@ -40,105 +57,127 @@ Node: TypeAlias = "tf.compat.v1.NodeDef"
 class Work(NamedTuple):
     """The work of a forward pass, counted."""
 
-    # Multiply-adds of convolutions, for a row; in a depthwise one each channel counts with all, as
-    # XLA:CPU computes the gradient. Less than 0 for those that TensorFlow has no kernel for on a
-    # CPU.
+    # Multiply-adds of convolutions, for a row. In a depthwise one each channel counts with all, as
+    # XLA:CPU computes the gradient. Less than 0 if TensorFlow has no kernel for one on a CPU.
     convolved: float = 0.0
     computed: float = 0.0  # elements of all results, for a row
     operations: float = 0.0  # however many rows there are
 
+    def plus(self, work: Work, turns: int = 1) -> Work:
+        """Returns the sum with what a loop of so many turns does in all of them."""
+        return Work(
+            self.convolved + turns * work.convolved,
+            self.computed + turns * work.computed,
+            self.operations + turns * work.operations,
+        )
+
 
 def is_faster_compiled(work: Work, parameters: int, rows: int | None) -> bool:
     """Tells if a train step on micro-batches of so many rows is faster with XLA on a CPU."""
-    once = _STEP + _OPERATION * work.operations + _WEIGHT[ONEDNN and not AVX512] * parameters
-    return work.convolved <= _ELEMENT * work.computed + once / (rows or _ROWS)
+    per_weight = _WEIGHT_WITH_ONEDNN if ONEDNN and not AVX512 else _WEIGHT
+    per_micro_batch = _STEP + _OPERATION * work.operations + per_weight * parameters
+    saved_on_a_row = _ELEMENT * work.computed + per_micro_batch / (rows or _ROWS)
+    return work.convolved <= saved_on_a_row
 
 
 def count(traced: ConcreteFunction) -> Work:
     """Counts the work of a traced function of a batch, and of the functions that it calls."""
-    graph, rows = traced.graph.as_graph_def(add_shapes=True), traced.inputs[0].shape[0] or 1
+    graph = traced.graph.as_graph_def(add_shapes=True)
+    rows = traced.inputs[0].shape[0] or 1
     functions = {function.signature.name: function for function in graph.library.function}
 
     def of_function(name: str) -> Work:
         function = functions[name]
-        arguments = zip(
-            function.signature.input_arg,
-            (function.arg_attr[i] for i in itertools.count()),
-            strict=False,
-        )
-        work = of_nodes(
-            function.node_def, {argument.name: _shape(each) for argument, each in arguments}
-        )
+        arguments = {}
+        for i, argument in enumerate(function.signature.input_arg):
+            arguments[argument.name] = _shape(function.arg_attr[i])
+        work = of_nodes(function.node_def, arguments)
         # Keras compiles grouped convolutions by themselves, for which TensorFlow has no kernel.
-        by_itself = function.attr[private.XLA_MUST_COMPILE].b and work.convolved
-        return work._replace(convolved=-math.inf) if by_itself else work
+        if function.attr[private.XLA_MUST_COMPILE].b and work.convolved:
+            return work._replace(convolved=-math.inf)
+        return work
 
-    def of_nodes(nodes: Sequence[Node], given: dict[str, list[int]]) -> Work:
-        shapes, total = given | {node.name: _shape(node) for node in nodes}, Work()
+    def of_nodes(nodes: Sequence[Node], arguments: dict[str, list[int]]) -> Work:
+        shapes = dict(arguments)
         for node in nodes:
-            called = [
-                of_function(v.func.name) for v in node.attr.values() if v.func.name in functions
-            ]
+            shapes[node.name] = _shape(node)
+
+        total = Work()
+        for node in nodes:
+            called = [value.func.name for value in node.attr.values()]
+            total = total.plus(_work(node, shapes))
             turns = _turns(node, nodes, shapes) if node.op.endswith("While") else 1
-            found = [
-                _work(node, shapes),
-                *(Work(*(turns * each for each in work)) for work in called),
-            ]
-            total = Work(*map(sum, zip(total, *found, strict=True)))
+            for name in called:
+                if name in functions:
+                    total = total.plus(of_function(name), turns)
         return total
 
-    convolved, computed, operations = of_nodes(graph.node, {})
-    return Work(convolved / rows, computed / rows, operations)
+    total = of_nodes(graph.node, {})
+    return Work(total.convolved / rows, total.computed / rows, total.operations)
 
 
 def _work(node: Node, shapes: Mapping[str, list[int]]) -> Work:
+    """Counts the work of a node, without that of the functions that it calls."""
     if node.op in _FREE:
         return Work()
-    computed, convolved = math.prod(_shape(node)), 0.0
-    if (node.op in _CONVOLUTIONS | _TRANSPOSED or "Pool" in node.op) and _has_no_kernel(node):
-        convolved = -math.inf
-    elif node.op in _CONVOLUTIONS | _TRANSPOSED:
-        _, kernel, *dy = (shapes.get(name.partition(":")[0], []) for name in node.input[:3])
-        convolved = math.prod(kernel[:-1]) * (
-            math.prod(dy[0]) if node.op in _TRANSPOSED else computed
-        )
-    return Work(convolved, computed, 1)
+    computed = math.prod(_shape(node))
+    is_transposed = node.op in _TRANSPOSED
+    is_convolution = is_transposed or node.op in _CONVOLUTIONS
+    if (is_convolution or "Pool" in node.op) and _has_no_kernel(node):
+        return Work(-math.inf, computed, 1)
+    if not is_convolution:
+        return Work(0.0, computed, 1)
+
+    # A convolution's inputs are x and the kernel; those of a transposed one are the size of the
+    # result, the kernel and x. The kernel is applied at each element of the result, or, where
+    # transposed, of x.
+    kernel = _input_shape(node, 1, shapes)
+    applied = math.prod(_input_shape(node, 2, shapes)) if is_transposed else computed
+    return Work(math.prod(kernel[:-1]) * applied, computed, 1)
 
 
 def _has_no_kernel(node: Node) -> bool:
-    """Tells if TensorFlow may have no kernel for a CPU of a convolution, a pooling or its
-    gradient.
-    """
-    spread = node.op in _TRANSPOSED and max(node.attr["dilations"].list.i, default=1) > 1
-    half = "Pool3D" in node.op and node.attr["T"].type == tf.float16.as_datatype_enum
-    of_onednn = (
-        ONEDNN and "3D" not in node.op and node.attr["T"].type == tf.float32.as_datatype_enum
-    )
-    return half or (not of_onednn and (spread or node.attr["data_format"].s.startswith(b"NC")))
+    """Tells if TensorFlow may have no CPU kernel of a convolution, a pooling or its gradient."""
+    dtype = node.attr["T"].type
+    if "Pool3D" in node.op and dtype == tf.float16.as_datatype_enum:
+        return True
+    if ONEDNN and "3D" not in node.op and dtype == tf.float32.as_datatype_enum:
+        return False
+    is_dilated = max(node.attr["dilations"].list.i, default=1) > 1
+    if node.op in _TRANSPOSED and is_dilated:
+        return True
+    return node.attr["data_format"].s.startswith(b"NC")
 
 
 def _turns(loop: Node, nodes: Sequence[Node], shapes: Mapping[str, list[int]]) -> int:
-    """Returns the length of the longest list that a loop reads, as a recurrent layer's reads its
-    time steps.
+    """Returns the length of the longest list that a loop reads.
+
+    A recurrent layer's reads its time steps.
     """
-    given = {name.partition(":")[0] for name in loop.input}
-    lists = [node for node in nodes if node.op == "TensorListFromTensor" and node.name in given]
-    return max(
-        [
-            1,
-            *(
-                size
-                for node in lists
-                for size in shapes.get(node.input[0].partition(":")[0], [])[:1]
-            ),
-        ]
-    )
+    inputs = {_node_name(name) for name in loop.input}
+    turns = 1
+    for node in nodes:
+        if node.op == "TensorListFromTensor" and node.name in inputs:
+            shape = _input_shape(node, 0, shapes)
+            if shape:
+                turns = max(turns, shape[0])
+    return turns
+
+
+def _input_shape(node: Node, position: int, shapes: Mapping[str, list[int]]) -> list[int]:
+    """Returns the shape of an input of a node, or an empty one where it is not known."""
+    return shapes.get(_node_name(node.input[position]), [])
+
+
+def _node_name(tensor: str) -> str:
+    """Returns the name of the node whose result a tensor is."""
+    return tensor.partition(":")[0]
 
 
 def _shape(node: Any) -> list[int]:
-    """Returns the shape of a node's first result, or of an argument, with 1 for what is not
-    known.
-    """
-    # a node's or an argument's, whose protos share no class
+    """Returns the shape of a node's first result, or of an argument; unknown sizes are 1."""
+    # The protos of nodes and of arguments share no class.
     shapes = node.attr[private.OUTPUT_SHAPES].list.shape
-    return [max(dim.size, 1) for dim in shapes[0].dim] if shapes else []
+    if not shapes:
+        return []
+    return [max(dim.size, 1) for dim in shapes[0].dim]
