@@ -1,13 +1,11 @@
-"""A loss that takes over a model's output layer, so that the logits of a large vocabulary exist a
-part at a time.
-"""
+"""A loss that takes over a model's output layer, so that logits exist a part at a time."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -40,8 +38,7 @@ _REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbed
 
 @keras.saving.register_keras_serializable("fastaccum")
 class LinearCrossEntropy(keras.losses.Loss):
-    """Softmax cross-entropy with integer labels, for a model whose last layer is linear and has
-    many outputs.
+    """Softmax cross-entropy with integer labels, for a linear last layer with many outputs.
 
     Equals `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`, with the same divisor and
     gradients, but holds a part of the logits at a time. In train steps and `evaluate`, a `Trainer`
@@ -56,20 +53,19 @@ class LinearCrossEntropy(keras.losses.Loss):
     of the model compute the logits as before.
 
     These metrics of the same output are computed from the same slices: SparseCategoricalAccuracy
-        (or "accuracy"),
-    SparseTopKCategoricalAccuracy, SparseCategoricalCrossentropy(from_logits=True) and KerasHub's
-    Perplexity(from_logits=True). Tokens whose label is `ignore_index` count in none of them.
+    (or "accuracy"), SparseTopKCategoricalAccuracy,
+    SparseCategoricalCrossentropy(from_logits=True) and KerasHub's Perplexity(from_logits=True).
+    Tokens whose label is `ignore_index` count in none of them.
 
     Products are computed in the dtype of the head's input and summed in float32: under
-        mixed_float16 that is
-    float16 x float16 -> float32, even if the head's own dtype is float32. The kernel's gradient is
-    float32.
+    mixed_float16 that is float16 x float16 -> float32, even if the head's own dtype is float32. The
+    kernel's gradient is float32.
 
-    Args: head: the name of the layer that computes the logits, whose output is the model's. It has
-        a `kernel` [D, V] and
-            maybe a `bias` [V]; they may be properties, as in a head tied to an embedding.
-            KerasHub's MaskedLMHead is taken too. None for the layer with the output's name, or else
-            the last Dense layer.
+    Args:
+        head: the name of the layer that computes the logits, whose output is the model's. It has a
+            `kernel` [D, V] and maybe a `bias` [V]; they may be properties, as in a head tied to an
+            embedding. KerasHub's MaskedLMHead is taken too. None for the layer with the output's
+            name, or else the last Dense layer.
         ignore_index: the label of tokens that count neither in the sum nor in its divisor: Keras's
             `ignore_class`.
         label_smoothing: as in `linear_cross_entropy`.
@@ -78,9 +74,10 @@ class LinearCrossEntropy(keras.losses.Loss):
         reduction: as in Keras's losses.
         name: as in Keras's losses.
 
-    Raises: TypeError: raised if an argument is of another type. ValueError: raised if a number is
-        out of its range; once the model is known, if the head is not a linear layer,
-            or if there are metrics of the same output that need the logits.
+    Raises:
+        TypeError: raised if an argument is of another type.
+        ValueError: raised if a number is out of its range; once the model is known, if the head is
+            not a linear layer, or if there are metrics of the same output that need the logits.
 
     >>> import numpy as np, fastaccum as fa
     >>> ids = keras.Input((4,), dtype="int32")
@@ -108,29 +105,31 @@ class LinearCrossEntropy(keras.losses.Loss):
         if head is not None and not isinstance(head, str):
             raise TypeError(f"head={head!r} must be a layer's name: pass head.name.")
         self.head = head
-        numbers = require_options(ignore_index, label_smoothing, z_loss)
-        self.options: dict[str, Any] = dict(
-            zip(("ignore_index", "label_smoothing", "z_loss"), numbers, strict=True)
+        ignore_index, label_smoothing, z_loss = require_options(
+            ignore_index, label_smoothing, z_loss
         )
-        self.chunk_size = (
-            None if chunk_size is None else checks.whole_number("chunk_size", chunk_size)
-        )
+        self.options: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+        }
+        if chunk_size is not None:
+            chunk_size = checks.whole_number("chunk_size", chunk_size)
+        self.chunk_size = chunk_size
 
     def call(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-        """Returns the losses from logits [..., V], for Keras's own `evaluate`, where the head is
-        not left out.
+        """Returns the losses from logits [..., V], where the head is not left out.
+
+        This is the case in Keras's own `evaluate`.
         """
         labels = _labels(y_true, y_pred)
         if not y_pred.shape[-1] or not labels.shape.is_compatible_with(y_pred.shape[:-1]):
-            shapes = (
-                f"y_true of class indices {labels.shape} does not fit logits y_pred {y_pred.shape}"
+            raise ValueError(
+                f"y_true of class indices {labels.shape} does not fit logits y_pred "
+                f"{y_pred.shape}: they must be [...] and [..., classes]."
             )
-            raise ValueError(f"{shapes}: they must be [...] and [..., classes].")
-        return _masked(
-            cross_entropy_from_logits(y_pred, labels, **self.options),
-            labels,
-            self.options["ignore_index"],
-        )
+        losses = cross_entropy_from_logits(y_pred, labels, **self.options)
+        return _masked(losses, labels, self.options["ignore_index"])
 
     def get_config(self) -> dict[str, Any]:
         return {
@@ -142,24 +141,25 @@ class LinearCrossEntropy(keras.losses.Loss):
 
 
 class FusedHeadLoss:
-    """A `LinearCrossEntropy` with the linear layer that it takes over, or ValueError, as the train
-    step calls them.
+    """A `LinearCrossEntropy` with the linear layer that it takes over, for the train step.
+
+    Raises ValueError if the model has no such layer.
     """
 
     def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int | None):
-        self._loss, self._output = loss, output
-        # that `linear_cross_entropy_sum_and_scores` takes, by the output's metrics
+        self._loss = loss
+        self._output = output
+        # The argument of `linear_cross_entropy_sum_and_scores` that the output's metrics need.
         self.ranks: bool | None = None
-        self.reduction, self.ignore_class = loss.reduction, loss.options["ignore_index"]
+        self.reduction = loss.reduction
+        self.ignore_class = loss.options["ignore_index"]
         self.head = _find(model, loss.head, output)
         _require_linear(self.head, classes)
         self._reversible = _is_reversible(self.head)
 
     @contextmanager
     def leave_head_out(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
-        """Lets the head pass its input on, in the dtype in which it comes, and shows it to
-        `observe`.
-        """
+        """Lets the head pass its input on, in the dtype in which it comes, and `observe` see it."""
         signature = inspect.signature(self.head.call)
 
         def pass_on(call: Callable[..., tf.Tensor], *args: Any, **kwargs: Any) -> tf.Tensor:
@@ -170,23 +170,23 @@ class FusedHeadLoss:
             if _is_masked(self.head):
                 inputs, positions = arguments.values()
                 inputs = keras.ops.take_along_axis(inputs, positions[..., None], axis=1)
-                inputs = private.intermediate_layer_norm(
-                    self.head, private.intermediate_dense(self.head, inputs)
-                )
+                inputs = private.intermediate_dense(self.head, inputs)
+                inputs = private.intermediate_layer_norm(self.head, inputs)
             # A tensor of its own, so that whatever else reads it can be told.
             hidden = tf.identity(inputs)
             observe(hidden)
             return hidden
 
-        # tf_keras
+        # The attribute is public in Keras 3, and private in tf_keras.
         autocast = "autocast" if hasattr(self.head, "autocast") else private.autocast.name
         left_out = Interceptor(self.head, "call", pass_on, Role.LEAVE_OUT)
         with intercepting([left_out]), replaced([(self.head, autocast, False)]):
             yield
 
     def require_hidden(self, y_pred: tf.Tensor, hidden: tf.Tensor | None) -> None:
-        """Raises ValueError unless the model's output is what the head passed on, and nothing else
-        reads that.
+        """Raises ValueError unless the model's output is what the head passed on, and that alone.
+
+        Nothing else of the model may read what the head passed on.
         """
         if hidden is None or y_pred is not hidden:
             raise ValueError(
@@ -202,64 +202,76 @@ class FusedHeadLoss:
             )
 
     def labels(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
-        """Returns class indices [...] with a mask of those that count, as Keras's own losses attach
-        one.
-        """
+        """Returns class indices [...] with a mask of those that count, as Keras's losses have."""
         labels = tf.identity(tf.cast(_labels(y_true, hidden), tf.int64))
         return _masked(labels, labels, self.ignore_class)
 
     def sum(
         self, labels: tf.Tensor, hidden: tf.Tensor, counted: tf.Tensor, weights: tf.Tensor | None
     ) -> tuple[tf.Tensor, ScoredLabels | None]:
-        """Returns the weighted sum of losses that are `counted`, bool [...], and labels' scores for
-        metrics.
+        """Returns the weighted sum of the losses that count, and the labels' scores for metrics.
+
+        `counted`, bool [...], tells which labels count.
         """
-        kernel, transposed = _kernel(self.head)
+        kernel = _kernel(self.head)
         bias = _bias_of(self.head)
+
+        kernel_tensor = tf.convert_to_tensor(kernel.variable)
+        counted_labels = tf.where(counted, labels, self.ignore_class)
+        if weights is None:
+            weights = tf.constant(1.0)
+        bias_tensor = None
+        if bias is not None:
+            bias_tensor = tf.convert_to_tensor(bias)
+        rounded_kernel = None
+        if hidden.dtype in HALF:
+            rounded_kernel = copy_of(kernel.variable, hidden.dtype)
+        soft_cap = self.head.logit_soft_cap if self._reversible else None
+
         total, scores = linear_cross_entropy_sum_and_scores(
             hidden,
-            tf.convert_to_tensor(kernel),
-            tf.where(counted, labels, self.ignore_class),
-            tf.constant(1.0) if weights is None else weights,
-            None if bias is None else tf.convert_to_tensor(bias),
-            rounded_kernel=copy_of(kernel, hidden.dtype) if hidden.dtype in HALF else None,
-            transpose_kernel=transposed,
+            kernel_tensor,
+            counted_labels,
+            weights,
+            bias_tensor,
+            rounded_kernel=rounded_kernel,
+            transpose_kernel=kernel.is_transposed,
             chunk_size=self._loss.chunk_size,
             ranks=self.ranks,
-            soft_cap=self.head.logit_soft_cap if self._reversible else None,
+            soft_cap=soft_cap,
             **self._loss.options,
         )
         counted = tf.broadcast_to(counted, labels.shape)
-        return total, None if scores is None else ScoredLabels(
-            labels, counted, scores, self.ignore_class
-        )
+        if scores is None:
+            return total, None
+        return total, ScoredLabels(labels, counted, scores, self.ignore_class)
 
 
 def replacement(loss: Any) -> str | None:
-    """Writes the argument that makes `LinearCrossEntropy` of a sparse cross-entropy from logits;
-    None for others.
+    """Writes the `loss` argument that takes the place of a sparse cross-entropy from logits.
+
+    The result is None for other losses.
     """
     arguments: dict[str, Any] = private.fn_kwargs(loss, {})
-    name = known_name(function_of(loss))
-    sparse = name in (
+    is_sparse = known_name(function_of(loss)) in (
         "keras.sparse_categorical_crossentropy",
         "tf_keras.sparse_categorical_crossentropy",
     )
-    if not sparse or not arguments.get("from_logits"):
+    if not is_sparse or not arguments.get("from_logits"):
         return None
     ignored = arguments.get("ignore_class")
-    return (
-        f"loss=fastaccum.LinearCrossEntropy({'' if ignored is None else f'ignore_index={ignored}'})"
-    )
+    argument = "" if ignored is None else f"ignore_index={ignored}"
+    return f"loss=fastaccum.LinearCrossEntropy({argument})"
 
 
 def _masked(losses: tf.Tensor, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:
-    # As Keras's own losses tell what is not to be counted.
+    """Attaches the mask of labels that count, as Keras's own losses do, and returns the losses."""
     private.keras_mask.set(losses, labels != ignore_index)
     return losses
 
 
 def _labels(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+    """Returns class indices [...] for predictions [..., D], from targets [...] or [..., 1]."""
     y_true = checks.as_tensor("y_true", y_true)
     if y_pred.shape.rank == 0:
         raise ValueError("y_pred is a scalar: it must be logits [..., classes].")
@@ -274,79 +286,96 @@ def _labels(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
 
 
 def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
+    """Returns the layer of this name, or without a name the one that makes the output.
+
+    Raises ValueError if there is none.
+    """
     layers = model.layers
-    problem = (
-        f"head={name!r} names no layer of the model: it has {[layer.name for layer in layers]}."
-    )
-    found = [layer for layer in layers if layer.name == name]
-    if name is None:  # only layers of which it is known what they compute
+    if name is None:
+        # Only layers are taken of which it is known what they compute.
+        candidates = [layer for layer in layers if layer.name == output and _is_known(layer)]
+        if not candidates:
+            candidates = [layer for layer in layers if _is_dense(layer)]
         problem = (
             "LinearCrossEntropy finds no Dense layer in the model. Pass head=..., the name of "
             "the layer that makes the logits; it needs a `kernel` [width, classes]."
         )
-        found = [layer for layer in layers if layer.name == output and _is_known(layer)]
-        found = found or [layer for layer in layers if _is_dense(layer)]
-    if not found:
+    else:
+        candidates = [layer for layer in layers if layer.name == name]
+        names = [layer.name for layer in layers]
+        problem = f"head={name!r} names no layer of the model: it has {names}."
+    if not candidates:
         raise ValueError(problem)
-    return found[-1]
+    return candidates[-1]
 
 
 def _is_known(layer: keras.layers.Layer) -> bool:
-    return any(kind(layer) for kind in (_is_dense, _is_reversible, _is_masked)) and not is_users(
-        layer, "call"
-    )
+    """Tells if a layer is of a class whose `call` is known, and no user has changed its own."""
+    has_known_class = _is_dense(layer) or _is_reversible(layer) or _is_masked(layer)
+    return has_known_class and not is_users(layer, "call")
 
 
 def _is_reversible(layer: keras.layers.Layer) -> bool:
     if type(layer) in _REVERSIBLE:
         return True
-    return isinstance(layer, _REVERSIBLE[0]) and package(type(layer).call) in ("keras", "keras_hub")
+    if not isinstance(layer, keras.layers.ReversibleEmbedding):
+        return False
+    return package(type(layer).call) in ("keras", "keras_hub")
 
 
 def _is_masked(layer: keras.layers.Layer) -> bool:
-    """Tells if a layer is KerasHub's head of masked language models, with layers of its own before
-    the linear one.
-    """
+    """Tells if a layer is KerasHub's MaskedLMHead, with layers of its own before the linear one."""
     return "keras_hub.MaskedLMHead" in kinds(layer) and package(type(layer).call) == "keras_hub"
 
 
 def _is_dense(layer: keras.layers.Layer) -> bool:
     if type(layer) is fp32_layers.Fp32Dense:
         return True
-    return not {"keras.Dense", "tf_keras.Dense"}.isdisjoint(kinds(layer)) and of_keras(
-        type(layer).call
-    )
+    if {"keras.Dense", "tf_keras.Dense"}.isdisjoint(kinds(layer)):
+        return False
+    return of_keras(type(layer).call)
 
 
-def _kernel(layer: keras.layers.Layer) -> tuple[Any, bool]:
-    """Returns a layer's kernel or None, as a variable where it is one, and True if its shape is [V,
-    D], not [D, V].
-    """
+class _Kernel(NamedTuple):
+    """A layer's kernel, as a variable where it is one; None where the layer has none."""
+
+    variable: Any
+    is_transposed: bool  # its shape is [V, D], not [D, V]
+
+
+def _kernel(layer: keras.layers.Layer) -> _Kernel:
     if _is_reversible(layer):
-        return (layer.embeddings, True) if layer.tie_weights else (layer.reverse_embeddings, False)
+        if layer.tie_weights:
+            return _Kernel(layer.embeddings, is_transposed=True)
+        return _Kernel(layer.reverse_embeddings, is_transposed=False)
     if _is_masked(layer):
-        return (
-            (private.kernel(layer), False)
-            if layer.token_embedding is None
-            else _kernel(layer.token_embedding)
-        )
-    return getattr(layer, "kernel", None), False
+        if layer.token_embedding is not None:
+            return _kernel(layer.token_embedding)
+        return _Kernel(private.kernel(layer), is_transposed=False)
+    return _Kernel(getattr(layer, "kernel", None), is_transposed=False)
 
 
 def _bias_of(layer: keras.layers.Layer) -> Any:
-    return private.bias(layer) if _is_masked(layer) else getattr(layer, "bias", None)
+    if _is_masked(layer):
+        return private.bias(layer)
+    return getattr(layer, "bias", None)
 
 
 def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
+    """Raises ValueError unless a layer returns `x @ kernel + bias`, of so many classes."""
     what = f"The head {layer.name!r} ({type(layer).__name__})"
-    if (mode := getattr(layer, "quantization_mode", None)) is not None:
+    mode = getattr(layer, "quantization_mode", None)
+    if mode is not None:
         raise ValueError(
             f"{what} is quantised to {mode}: its logits are not those of its kernel, which "
             f"LinearCrossEntropy computes with. Use {KERAS_LOSS}, or quantise the model after "
             "training."
         )
-    (kernel, transposed), bias = _kernel(layer), _bias_of(layer)
-    if kernel is None or len(kernel.shape) != 2 or kernel.shape[0 if transposed else 1] != classes:
+
+    kernel, is_transposed = _kernel(layer)
+    bias = _bias_of(layer)
+    axis_of_classes = 0 if is_transposed else 1
+    if kernel is None or len(kernel.shape) != 2 or kernel.shape[axis_of_classes] != classes:
         shape = None if kernel is None else tuple(kernel.shape)
         raise ValueError(
             f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, "
@@ -354,26 +383,35 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
             "of the layer that makes the logits, or, for a head of several layers other than "
             f"KerasHub's MaskedLMHead, use {KERAS_LOSS}."
         )
+
     function = getattr(layer, "activation", None)
     is_linear = function is None or known_name(function) in ("keras.linear", "tf_keras.linear")
     activation = getattr(function, "__name__", function)
     if not of_keras(function):
         activation = f"{activation} of your own"
-    capped = getattr(
-        getattr(layer, "token_embedding", layer), "logit_soft_cap", None
-    ) and not _is_reversible(layer)
-    if not is_linear or capped or getattr(layer, "activity_regularizer", None) is not None:
+    # A MaskedLMHead's cap is that of its token embedding; a ReversibleEmbedding's is computed here.
+    soft_cap = getattr(getattr(layer, "token_embedding", layer), "logit_soft_cap", None)
+    has_other_cap = soft_cap and not _is_reversible(layer)
+    is_regularised = getattr(layer, "activity_regularizer", None) is not None
+    if not is_linear or has_other_cap or is_regularised:
         raise ValueError(
             f"{what} has activation={activation!r}, a soft cap of its own or an activity "
             "regulariser; LinearCrossEntropy needs the plain logits, or the soft cap of a "
             "ReversibleEmbedding. Leave them out."
         )
-    if not _is_known(layer):
-        # The `call` of a user's layer may do more with its kernel than its shape tells.
-        hidden = tf.random.stateless_normal([2, kernel.shape[0]], seed=(0, 0))
-        logits = tf.matmul(hidden, tf.convert_to_tensor(kernel)) + (0.0 if bias is None else bias)
-        if not np.allclose(tf.cast(layer(hidden), tf.float32), logits, rtol=0.05, atol=0.05):
-            raise ValueError(
-                f"{what} does not return `x @ kernel + bias`, as LinearCrossEntropy does: use "
-                f"{KERAS_LOSS}."
-            )
+
+    # The `call` of a user's layer may do more with its kernel than its shape tells.
+    if not _is_known(layer) and not _returns_product(layer, kernel, bias):
+        raise ValueError(
+            f"{what} does not return `x @ kernel + bias`, as LinearCrossEntropy does: use "
+            f"{KERAS_LOSS}."
+        )
+
+
+def _returns_product(layer: keras.layers.Layer, kernel: Any, bias: Any) -> bool:
+    """Tells if a layer returns `x @ kernel + bias` for two random rows, up to its rounding."""
+    hidden = tf.random.stateless_normal([2, kernel.shape[0]], seed=(0, 0))
+    offset = 0.0 if bias is None else bias
+    logits = tf.matmul(hidden, tf.convert_to_tensor(kernel)) + offset
+    returned = tf.cast(layer(hidden), tf.float32)
+    return np.allclose(returned, logits, rtol=0.05, atol=0.05)
