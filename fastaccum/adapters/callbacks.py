@@ -1,6 +1,4 @@
-"""Keras's callbacks for a loop that does not wait: a log is read from the device when a callback
-asks for it.
-"""
+"""Keras's callbacks for a loop that does not wait: a log is read when a callback asks for it."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,6 +16,7 @@ from fastaccum import checks
 from fastaccum.adapters.attributes import kinds
 from fastaccum.kernels import private
 
+# The progress line is drawn anew after so many seconds at the earliest.
 REDRAW_SECONDS = 0.1
 
 Kind = Literal["train", "test"]
@@ -25,11 +24,11 @@ Logs = Callable[[], dict[str, float]]
 
 
 def log_value(tensor: tf.Tensor) -> Any:
-    """Returns a log as a number, or as an array where a metric has one value for each class, as in
-    Keras.
-    """
+    """Returns a log as Keras does: a number, or an array of a metric's values for each class."""
     value = tensor.numpy()
-    return value if value.ndim else value.item()
+    if value.ndim:
+        return value
+    return value.item()
 
 
 class LateLogs(dict):  # callbacks ask for a dict: TensorBoard ignores anything else
@@ -50,6 +49,7 @@ class LateLogs(dict):  # callbacks ask for a dict: TensorBoard ignores anything 
 
 
 def _fetching(name: str) -> Callable:
+    """Returns a method of dict that first fetches the logs from the device."""
     method = getattr(dict, name)
 
     @functools.wraps(method)
@@ -58,33 +58,37 @@ def _fetching(name: str) -> Callable:
             if self._check is not None:
                 self._check()  # waits for the step, and raises what it has to say
             self._late = False
-            dict.update(self, {name: log_value(tensor) for name, tensor in dict.items(self)})
+            dict.update(self, {key: log_value(tensor) for key, tensor in dict.items(self)})
         return method(self, *args, **kwargs)
 
     return fetched
 
 
-for _name in (
-    *(
-        "__getitem__",
-        "__setitem__",
-        "__delitem__",
-        "__eq__",
-        "__ne__",
-        "__repr__",
-        "__or__",
-        "__ror__",
-        "__ior__",
-    ),
-    *("get", "items", "values", "copy", "pop", "popitem", "setdefault", "update"),
-):
+_METHODS_WITH_VALUES = (
+    "__getitem__",
+    "__setitem__",
+    "__delitem__",
+    "__eq__",
+    "__ne__",
+    "__repr__",
+    "__or__",
+    "__ror__",
+    "__ior__",
+    "get",
+    "items",
+    "values",
+    "copy",
+    "pop",
+    "popitem",
+    "setdefault",
+    "update",
+)
+for _name in _METHODS_WITH_VALUES:
     setattr(LateLogs, _name, _fetching(_name))
 
 
 class _Progress(keras.callbacks.ProgbarLogger):
-    """Keras's progress line with the loss first, and without a loss scale of 1 or 0 skipped
-    steps.
-    """
+    """Keras's progress line with the loss first, without a loss scale of 1 or 0 skipped steps."""
 
     # of the epoch that ends; not in its logs, whose numbers are reproducible
     rows_per_second: float | None = None
@@ -114,27 +118,38 @@ def _is_read_live() -> bool:
 def _hook(
     callback: keras.callbacks.Callback, name: str
 ) -> Callable[[int, Mapping[str, float]], None]:
-    """Returns a batch hook, which tf_keras calls with the logs by position and Keras by the name
-    `logs`.
-    """
+    """Returns a batch hook of the batch and its logs, called as the callback's Keras calls it."""
     hook = getattr(callback, name)
-    by_position = any(kind.startswith("tf_keras.") for kind in kinds(callback))
-    return hook if by_position else lambda batch, logs: hook(batch, logs=logs)
+    # tf_keras calls it with the logs by position, and Keras by the name `logs`.
+    if any(kind.startswith("tf_keras.") for kind in kinds(callback)):
+        return hook
+    return lambda batch, logs: hook(batch, logs=logs)
 
 
 def _worth_saying(logs: Mapping[str, float] | None) -> dict[str, float]:
+    """Returns the logs that tell something, the loss first."""
+    if not logs:
+        return {}
     says_nothing = {"loss_scale": 1, "skipped_steps": 0}
-    in_order = sorted((logs or {}).items(), key=lambda log: log[0] != "loss")
-    return {
-        name: value
-        for name, value in in_order
-        if name not in says_nothing or value != says_nothing[name]
-    }
+    shown = {}
+    for name in sorted(logs, key=lambda name: name != "loss"):
+        value = logs[name]
+        if name not in says_nothing or value != says_nothing[name]:
+            shown[name] = value
+    return shown
+
+
+class _EndHook(NamedTuple):
+    """A callback and its hook for the end of a batch."""
+
+    callback: keras.callbacks.Callback
+    call: Callable[[int, Mapping[str, float]], None]
 
 
 class Callbacks:
-    """A Keras `CallbackList` whose batch hooks reach only those callbacks that have any, and get
-    `LateLogs`.
+    """A Keras `CallbackList` whose batch hooks reach only those callbacks that have any.
+
+    They get `LateLogs`.
     """
 
     def __init__(
@@ -151,14 +166,13 @@ class Callbacks:
         require(callbacks, verbose)
         self._validates = validates
         if not isinstance(callbacks, keras.callbacks.CallbackList):
-            params = {"verbose": verbose, "epochs": epochs, "steps": steps}
-            given = [] if callbacks is None else tf.nest.flatten(callbacks)
-            bar = (
-                []
-                if verbose == 0 or any(_is(each, "ProgbarLogger") for each in given)
-                else [_Progress()]
+            listed = [] if callbacks is None else tf.nest.flatten(callbacks)
+            has_bar = any(_is(callback, "ProgbarLogger") for callback in listed)
+            if verbose != 0 and not has_bar:
+                listed = [*listed, _Progress()]
+            callbacks = keras.callbacks.CallbackList(
+                listed, history, model=model, verbose=verbose, epochs=epochs, steps=steps
             )
-            callbacks = keras.callbacks.CallbackList([*given, *bar], history, model=model, **params)
         self.list = callbacks
         if history and private.train_counter.exists(model):
             private.train_counter(model).assign(0)  # as tf_keras's fit does
@@ -180,30 +194,28 @@ class Callbacks:
 
     def require_none(self, name: str, reason: str) -> None:
         """Raises ValueError if one of the callbacks is of this class."""
-        if any(_is(each, name) for each in self.list.callbacks):
+        if any(_is(callback, name) for callback in self.list.callbacks):
             raise ValueError(f"callbacks holds a {name}, {reason}.")
 
     def show_rate(self, rows_per_second: float | None) -> None:
-        """Lets the progress line of the epoch that ends tell how many rows a second it trained
-        with, where known.
-        """
+        """Lets the progress line of the epoch that ends tell its rows a second, where known."""
         for callback in self.list.callbacks:
             if isinstance(callback, _Progress):
                 callback.rows_per_second = rows_per_second
 
     def hooks(self, kind: Kind) -> tuple[Callable[[int], None], Callable[[int, Logs], None]]:
-        """Returns the batch-begin and batch-end hooks; logs are made only if a callback asks for
-        them.
-        """
-        name = f"on_{kind}_batch_end"
+        """Returns the batch-begin and batch-end hooks; logs are made if a callback needs them."""
+        begin_name = f"on_{kind}_batch_begin"
+        end_name = f"on_{kind}_batch_end"
         bars = [c for c in self.list.callbacks if _is(c, "ProgbarLogger")]
-        others = [c for c in self.list.callbacks if c not in bars]
+        callbacks = [c for c in self.list.callbacks if c not in bars]
         if self._validates:
             bars = []
-        begins = [
-            _hook(c, f"on_{kind}_batch_begin") for c in others if _overrides(c, kind, "begin")
-        ]
-        ends = [(c, _hook(c, name)) for c in others if _overrides(c, kind, "end")]
+        begins = [_hook(c, begin_name) for c in callbacks if _overrides(c, kind, "begin")]
+        ends = [_EndHook(c, _hook(c, end_name)) for c in callbacks if _overrides(c, kind, "end")]
+        boards = []
+        if kind == "train":
+            boards = [c for c in callbacks if "tf_keras.TensorBoard" in kinds(c)]
 
         def begin(batch: int) -> None:
             if batch == 0:
@@ -211,36 +223,45 @@ class Callbacks:
             for hook in begins:
                 hook(batch, {})
 
-        boards = (
-            [c for c in others if "tf_keras.TensorBoard" in kinds(c)] if kind == "train" else []
-        )
-
         def end(batch: int, read: Logs) -> None:
-            # which takes the number of a step from what tf_keras's own loop counts with
+            # A TensorBoard takes the number of a step from what tf_keras's own loop counts with.
             for board in boards:
                 private.train_counter(board.model).assign(private.global_train_batch(board))
-            logs = read() if ends else {}
-            for callback, hook in ends:
-                hook(batch, logs if _records(callback) else {})
+
+            logs: dict[str, float] = {}
+            if ends:
+                logs = read()
+            for hook in ends:
+                if _records(hook.callback):
+                    hook.call(batch, logs)
+                else:
+                    hook.call(batch, {})
+
             for bar in bars:
                 bar.seen = batch + 1  # tf_keras's may count samples, of which a step says nothing
             if bars and time.monotonic() - self._last_draw > REDRAW_SECONDS:
                 self._last_draw = time.monotonic()
-                for bar in bars:  # in training from the step before the one in flight
-                    getattr(bar, name)(batch, logs=read() if kind == "test" else self._previous())
+                read_shown = self._previous  # in training, of the step before the one in flight
+                if kind == "test":
+                    read_shown = read
+                for bar in bars:
+                    getattr(bar, end_name)(batch, logs=read_shown())
             self._previous = read
 
         return begin, end
 
 
 def require(callbacks: Any, verbose: Any, kind: str | None = None) -> None:
-    """Raises TypeError or ValueError unless these are callbacks, of a `kind` if one is given, and a
-    verbosity.
+    """Raises TypeError or ValueError unless these are callbacks, of a `kind`, and a verbosity.
+
+    With `kind=None` the callbacks may be of any kind. Raises ImportError for a TensorBoard without
+    its package.
     """
     checks.require_nest("callbacks", callbacks)
-    for callback in (
-        [] if callbacks is None else tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
-    ):
+    listed = []
+    if callbacks is not None:
+        listed = tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
+    for callback in listed:
         if isinstance(callback, type):
             raise TypeError(
                 f"callbacks holds the class {callback.__name__}: call it, and pass what it makes."
@@ -273,13 +294,16 @@ def _is(callback: keras.callbacks.Callback, name: str) -> bool:
 
 
 def take_backed_up_epoch(model: keras.Model, steps_per_epoch: int | None) -> int | None:
-    """Returns the epoch at which a BackupAndRestore has this fit begin, which it leaves with the
-    model; else None.
+    """Returns the epoch at which a BackupAndRestore has this fit begin, or None.
+
+    The callback leaves it with the model.
     """
-    if state := private.training_state(model, None):  # tf_keras's
+    state = private.training_state(model, None)  # tf_keras's
+    if state:
         epoch, _ = state.maybe_load_initial_counters_from_ckpt(steps_per_epoch, 0, mode="train")
         return int(epoch) or None
-    if epoch := private.initial_epoch(model, None):
+    epoch = private.initial_epoch(model, None)
+    if epoch:
         private.initial_epoch.set(model, None)
     return epoch
 
@@ -287,19 +311,25 @@ def take_backed_up_epoch(model: keras.Model, steps_per_epoch: int | None) -> int
 def _overrides(
     callback: keras.callbacks.Callback, kind: Kind, when: Literal["begin", "end"]
 ) -> bool:
-    names = [f"on_{kind}_batch_{when}", *([f"on_batch_{when}"] if kind == "train" else [])]
-    # LambdaCallback and its like set hooks on the instance, as plain functions.
-    hooks = {name: getattr(getattr(callback, name, None), "__func__", None) for name in names}
-    return any(hook is not getattr(keras.callbacks.Callback, name) for name, hook in hooks.items())
+    """Tells if a callback has a hook of its own for when a batch begins or ends."""
+    names = [f"on_{kind}_batch_{when}"]
+    if kind == "train":
+        names.append(f"on_batch_{when}")
+    for name in names:
+        # LambdaCallback and its like set hooks on the instance, as plain functions.
+        hook = getattr(getattr(callback, name, None), "__func__", None)
+        if hook is not getattr(keras.callbacks.Callback, name):
+            return True
+    return False
 
 
 def _records(callback: keras.callbacks.Callback) -> bool:
-    """Returns False for a TensorBoard in a step that it neither records nor profiles: it would read
-    all logs.
+    """Tells if a callback needs the logs of a step.
+
+    A TensorBoard would read all logs, also in a step that it neither records nor profiles.
     """
     if not _is(callback, "TensorBoard") or private.is_tracing(callback):
         return True
-    return (
-        callback.update_freq != "epoch"
-        and private.global_train_batch(callback) % callback.update_freq == 0
-    )
+    if callback.update_freq == "epoch":
+        return False
+    return private.global_train_batch(callback) % callback.update_freq == 0
