@@ -27,15 +27,24 @@ _UNCALLED = (
     private.TRANSFORM_GRADIENTS,
 )
 # of a MultiOptimizer: those of the optimizers inside are called
-_OF_PARTS = "apply", "apply_gradients"
+_OF_PARTS = ("apply", "apply_gradients")
 Pairs = list[tuple[tf.Tensor, Variable]]  # of a gradient and its variable
+
+# The methods by which a Keras optimizer assigns, each with the new value that it makes of the old
+# one and of what it is passed.
+_ASSIGNMENTS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+    "assign": lambda old, passed: passed,
+    "assign_add": tf.add,
+    "assign_sub": tf.subtract,
+}
 
 
 def get(
     optimizer: keras.optimizers.Optimizer, named: types.ModuleType = keras.optimizers
 ) -> Optimizer:
-    """Returns the adapter for an optimizer of Keras 3, tf_keras or tensorflow-addons, or for a name
-    in `named`.
+    """Returns the adapter for an optimizer, or for the name of one in the module `named`.
+
+    The optimizer is one of Keras 3, tf_keras or tensorflow-addons.
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -45,47 +54,50 @@ def get(
         raise TypeError(
             f"optimizer={optimizer.__name__} is a class: call it, and pass what it makes"
         )
-    own = kinds(optimizer)
+    optimizer_kinds = kinds(optimizer)
     for kind, family in _FAMILIES.items():
-        if kind in own:
-            if vars(optimizer).pop(saved.SKIPPED, False):
-                warn(
-                    f"optimizer={type(optimizer).__name__} starts afresh: the state in its file "
-                    "is not of what the loaded model trains, or Keras did not compile that. Is "
-                    "LoRA lost? See docs/guides/saving.md."
-                )
-            return family(optimizer)
+        if kind not in optimizer_kinds:
+            continue
+        if vars(optimizer).pop(saved.SKIPPED, False):
+            warn(
+                f"optimizer={type(optimizer).__name__} starts afresh: the state in its file "
+                "is not of what the loaded model trains, or Keras did not compile that. Is "
+                "LoRA lost? See docs/guides/saving.md."
+            )
+        return family(optimizer)
     raise TypeError(
         f"optimizer={optimizer!r} is of type {type(optimizer).__name__}: pass a Keras 3, "
-        "tf_keras or "
-        'tensorflow-addons optimizer, or a name such as "adamw"'
+        'tf_keras or tensorflow-addons optimizer, or a name such as "adamw"'
     )
 
 
 def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Optimizer:
+    """Makes an optimizer with its defaults, by the name of its class in a module of them."""
     # Not every release of Keras has all of them.
-    others = [
-        getattr(optimizers, other, None)
-        for other in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+    not_by_name = [
+        getattr(optimizers, class_name, None)
+        for class_name in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
     ]
-    exported = {k.lower(): v for k, v in vars(optimizers).items() if isinstance(v, type)}
-    known = {
-        k: v for k, v in exported.items() if issubclass(v, optimizers.Optimizer) and v not in others
-    }
+    classes = {k.lower(): v for k, v in vars(optimizers).items() if isinstance(v, type)}
+    known = {}
+    for lower_name, kind in classes.items():
+        if issubclass(kind, optimizers.Optimizer) and kind not in not_by_name:
+            known[lower_name] = kind
     if name.lower() in known:
         return known[name.lower()]()
+
     near = " or ".join(map(repr, difflib.get_close_matches(name.lower(), known)))
+    hint = ""
+    if near:
+        hint = f" Did you mean {near}?"
     raise ValueError(
-        f"optimizer={name!r} is not a name of "
-        f"{package(optimizers.Optimizer)}.optimizers.{f' Did you mean {near}?' if near else ''} "
+        f"optimizer={name!r} is not a name of {package(optimizers.Optimizer)}.optimizers.{hint} "
         "Pass others as objects, or as tfa:NAME to `fastaccum train`."
     )
 
 
 def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
-    """Tells if a method is the user's own, of the object or of a class, and not of a known
-    package.
-    """
+    """Tells if a method is the user's own, of the object or of a class, not a known package's."""
     if method in vars(optimizer):
         return True
     function = getattr(type(optimizer), method, None)
@@ -93,63 +105,72 @@ def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
 
 
 def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
-    """Raises for an optimizer that does the train step's work, or that no compiled program can
-    run.
+    """Raises ValueError for an optimizer that no compiled train step can run."""
+    problem = _find_problem(optimizer)
+    if problem is not None:
+        raise ValueError(f"optimizer={type(optimizer).__name__} {problem}")
+
+
+def _find_problem(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Says why an optimizer is not supported; None if it is.
+
+    Such an optimizer does the train step's work, or does what no compiled program does.
     """
-    own, hyper = kinds(optimizer), private.hyper(optimizer, {})
+    optimizer_kinds = kinds(optimizer)
+    hyper = private.hyper(optimizer, {})
     rate = private.learning_rate(optimizer, hyper.get("learning_rate"))
     steps = getattr(optimizer, "gradient_accumulation_steps", None)
     scale = getattr(optimizer, "loss_scale_factor", None)
     step_does = "which is the train step's work: make it without, and pass Trainer"
     if isinstance(rate, (keras.Variable, tf.Variable)):
         rate = float(raw(rate).numpy())
-    if {"keras.LossScaleOptimizer", "tf_keras.BaseLossScaleOptimizer"} & own.keys():
-        problem = (
-            "scales the loss itself: pass the optimizer inside it, and Trainer(loss_scale=...)"
-        )
-    elif steps is not None:
-        problem = (
+
+    scales_loss = (
+        "keras.LossScaleOptimizer" in optimizer_kinds
+        or "tf_keras.BaseLossScaleOptimizer" in optimizer_kinds
+    )
+    if scales_loss:
+        return "scales the loss itself: pass the optimizer inside it, and Trainer(loss_scale=...)"
+    if steps is not None:
+        return (
             f"has gradient_accumulation_steps={steps}, "
             f"{step_does}(gradient_accumulation_steps={steps})"
         )
-    elif scale is not None:
-        problem = (
+    if scale is not None:
+        return (
             f"has loss_scale_factor={scale}, "
             f"{step_does}(loss_scale=fastaccum.StaticLossScale({scale}))"
         )
-    elif "tensorflow_addons.MultiOptimizer" in own:
-        problem = (
+    if "tensorflow_addons.MultiOptimizer" in optimizer_kinds:
+        return (
             "has an optimizer for each of some layers: use keras.optimizers.MultiOptimizer, or "
             "one optimizer"
         )
-    elif uncalled := [name for name in _UNCALLED if is_users(optimizer, name)]:
-        problem = (
-            f"overrides {uncalled[0]}, which a train step never calls: override apply or "
-            "update_step instead"
-        )
-    elif "keras.MultiOptimizer" in own and (
-        uncalled := [name for name in _OF_PARTS if is_users(optimizer, name)]
-    ):
-        problem = (
-            f"overrides {uncalled[0]}, which a train step never calls: override that of the "
-            "optimizers inside"
-        )
-    elif isinstance(rate, (int, float)) and not checks.in_float32(rate):
-        problem = f"has learning_rate={rate}: pass a finite one, which float32 holds"
-    elif "tf_keras.Nadam" in own and "tf_keras.OptimizerV2" not in own:
-        problem = (
+    for method in _UNCALLED:
+        if is_users(optimizer, method):
+            return (
+                f"overrides {method}, which a train step never calls: override apply or "
+                "update_step instead"
+            )
+    if "keras.MultiOptimizer" in optimizer_kinds:
+        for method in _OF_PARTS:
+            if is_users(optimizer, method):
+                return (
+                    f"overrides {method}, which a train step never calls: override that of the "
+                    "optimizers inside"
+                )
+    if isinstance(rate, (int, float)) and not checks.in_float32(rate):
+        return f"has learning_rate={rate}: pass a finite one, which float32 holds"
+    if "tf_keras.Nadam" in optimizer_kinds and "tf_keras.OptimizerV2" not in optimizer_kinds:
+        return (
             "counts updates in Python, which no compiled program does: use "
             "tf_keras.optimizers.legacy.Nadam"
         )
-    else:
-        return
-    raise ValueError(f"optimizer={type(optimizer).__name__} {problem}")
+    return None
 
 
 class Optimizer:
-    """An optimizer as the train step uses it: `get` makes one, and `.optimizer` is the user's
-    object.
-    """
+    """An optimizer as the train step uses it: `get` makes one for the user's `.optimizer`."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self.optimizer = optimizer
@@ -160,13 +181,11 @@ class Optimizer:
             _require_supported(part)
 
     def build(self, variables: Sequence[Variable]) -> None:
-        """Creates every slot for the trainable variables; a second call with the same ones does
-        nothing.
-        """
-        if self.trained and [id(raw(v)) for v in variables] == [
-            id(v) for v in self._model_variables
-        ]:
-            return
+        """Creates every slot for the trainable variables; a second call with them does nothing."""
+        if self.trained:
+            built_on = [id(v) for v in self._model_variables]
+            if [id(raw(v)) for v in variables] == built_on:
+                return
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ValueError(
@@ -198,26 +217,29 @@ class Optimizer:
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """Every tf.Variable that `apply` may change besides the model's: a select between old and
-        new undoes a step.
+        """Every tf.Variable that `apply` may change besides the model's.
+
+        A select between their old and new values undoes a step.
         """
         states = [vars(part) for part in self.parts]
-        # Adafactor's stand-ins for the factors that a vector lacks: never read, and int32, thus on
-        # the host.
-        stand_ins = [
-            v
-            for v in _find_variables(
-                [(s.get(private.ADAFACTOR_R), s.get(private.ADAFACTOR_C)) for s in states]
-            )
-            if v.dtype == tf.int32
-        ]
-        left_out = {id(v) for v in (*self._model_variables, *stand_ins)} | self.elsewhere
-        return list({id(v): v for v in _find_variables(states) if id(v) not in left_out}.values())
+        # Adafactor's stand-ins for the factors that a vector lacks are never read. They are int32,
+        # thus on the host.
+        factors = [(s.get(private.ADAFACTOR_R), s.get(private.ADAFACTOR_C)) for s in states]
+        stand_ins = [v for v in _find_variables(factors) if v.dtype == tf.int32]
+        left_out = {id(v) for v in (*self._model_variables, *stand_ins)}
+        left_out.update(self.elsewhere)
+
+        by_id: dict[int, tf.Variable] = {}
+        for variable in _find_variables(states):
+            if id(variable) not in left_out:
+                by_id[id(variable)] = variable
+        return list(by_id.values())
 
     @property
     def needs_lookups(self) -> bool:
-        """True if `apply` must know which rows of a table were looked up; ValueError if it is
-        unknown.
+        """True if `apply` must know which rows of a table were looked up.
+
+        Raises ValueError if it is unknown.
         """
         return False
 
@@ -231,38 +253,36 @@ class Optimizer:
         """Updates the variables where `ok`, and changes nothing elsewhere; creates no variable.
 
         The update is selected, not branched: XLA fuses a select into the update, where `tf.cond`
-            costs a host sync on
-        a GPU. Under tf.distribute, pass reduced gradients where nothing reduces them again: to
-            Keras 3's optimizers
-        outside the strategy's scope and `run`, to legacy and tensorflow-addons' ones in `run`.
-        Where `needs_lookups`, `looked_up` has bool [rows] for each table that was looked up alone.
+        costs a host sync on a GPU. Under tf.distribute, pass reduced gradients where nothing
+        reduces them again: to Keras 3's optimizers outside the strategy's scope and `run`, to
+        legacy and tensorflow-addons' ones in `run`. Where `needs_lookups`, `looked_up` has bool
+        [rows] for each table that was looked up alone.
         """
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         if not pairs:
             raise ValueError(
                 "no variable has a gradient: the loss depends on no trainable variable"
             )
-        rows = {
-            raw(v).ref(): each
-            for v, each in zip(variables, looked_up, strict=False)
-            if each is not None
-        }
+        rows_by_table = {}
+        for variable, rows in zip(variables, looked_up, strict=False):
+            if rows is not None:
+                rows_by_table[raw(variable).ref()] = rows
+
         if ok is True:
-            with self._with_lookups(rows):
+            with self._with_lookups(rows_by_table):
                 self._update(pairs)
             return
+
         changed = [*self._model_variables, *self.variables]
         before = [v.read_value() for v in changed]
-        with self._selecting(ok) as selected, self._with_lookups(rows):
+        with self._selecting(ok) as selected, self._with_lookups(rows_by_table):
             self._update(pairs)
         for variable, value in zip(changed, before, strict=True):
             if id(variable) not in selected:
                 variable.assign(tf.where(ok, variable.read_value(), value))
 
     def _selecting(self, ok: tf.Tensor | bool) -> contextlib.AbstractContextManager[set[int]]:
-        """Lets assignments inside the block select by `ok`; yields the ids of the variables that
-        do.
-        """
+        """Lets assignments in the block select by `ok`; yields the ids of the variables that do."""
         return contextlib.nullcontext(set())
 
     def _with_lookups(
@@ -278,23 +298,26 @@ class Optimizer:
 
     @property
     def settings(self) -> dict[str, list[tf.Variable]]:
-        """The hyperparameters that variables hold, by name; others are constants of the traced
-        step.
-        """
+        """The hyperparameters in variables, by name; others are constants of the traced step."""
         rate = raw(private.learning_rate(self.optimizer, None))
-        return {"learning_rate": [rate]} if isinstance(rate, tf.Variable) else {}
+        if isinstance(rate, tf.Variable):
+            return {"learning_rate": [rate]}
+        return {}
 
     def describe_rules(self, variable: Variable) -> dict[str, Any]:
-        """Describes what is done to a trained variable beside its update: a penalty, a constraint,
-        no weight decay.
+        """Describes what is done to a trained variable beside its update.
+
+        That may be a penalty, a constraint, or no weight decay.
         """
-        rules = {name: getattr(variable, name, None) for name in ("regularizer", "constraint")}
-        asked = [part for part in self.parts if private.use_weight_decay.exists(part)]
-        if not all(private.use_weight_decay(part, self._to_native(variable)) for part in asked):
+        rules = {}
+        for name in ("regularizer", "constraint"):
+            rule = getattr(variable, name, None)
+            if rule is not None:
+                rules[name] = rule
+        decaying = [part for part in self.parts if private.use_weight_decay.exists(part)]
+        if not all(private.use_weight_decay(part, self._to_native(variable)) for part in decaying):
             rules["decays"] = False
-        return fingerprint.describe(
-            {name: rule for name, rule in rules.items() if rule is not None}
-        )
+        return fingerprint.describe(rules)
 
     @property
     def iterations(self) -> tf.Variable:
@@ -302,8 +325,9 @@ class Optimizer:
         return raw(self.optimizer.iterations)
 
     def finalize(self, variables: Sequence[Variable]) -> None:
-        """Assigns the averages of `use_ema` to the variables, as Keras does at the end of `fit`,
-        after a first step.
+        """Assigns the averages of `use_ema` to the variables after a first step.
+
+        Keras does so at the end of `fit`.
         """
         if (
             hasattr(self.optimizer, "finalize_variable_values")
@@ -324,6 +348,11 @@ class Optimizer:
 
     def _update(self, pairs: Pairs) -> None:
         raise NotImplementedError
+
+
+def _assigns_itself(part: keras.optimizers.Optimizer) -> bool:
+    """Tells if a method by which an optimizer assigns is the user's own."""
+    return any(is_users(part, method) for method in _ASSIGNMENTS)
 
 
 class _Constraint(keras.constraints.Constraint):
@@ -347,7 +376,10 @@ class _Keras(Optimizer):
         # Muon and Adafactor read what a tf.Variable has not, `path` and a name without slashes.
         if id(variable) not in self._seen_as:
             seen = keras.Variable(variable, name=variable.name.split(":")[0].replace("/", "_"))
-            seen.constraint = variable.constraint and _Constraint(variable.constraint)
+            constraint = variable.constraint
+            if constraint:
+                constraint = _Constraint(constraint)
+            seen.constraint = constraint
             self._seen_as[id(variable)] = seen
         return self._seen_as[id(variable)]
 
@@ -358,37 +390,38 @@ class _Keras(Optimizer):
         # Adam.
         slots = {id(v) for v in self.variables}
         selected: set[int] = set()
-        arithmetic = {"assign": lambda _, x: x, "assign_add": tf.add, "assign_sub": tf.subtract}
-        if any(is_users(part, name) for part in self.parts for name in arithmetic):
+        if any(_assigns_itself(part) for part in self.parts):
             yield selected  # the user's own assign what they like; `apply` selects after them
             return
 
-        def hooked(assign, new):
+        def hooked(assign, compute_new):
             def select(variable, value):
-                own = raw(variable)
-                if id(own) not in slots:
-                    return assign(own, value)
-                selected.add(id(own))
-                old = own.read_value()
-                return own.assign(tf.where(ok, new(old, tf.cast(value, old.dtype)), old))
+                assigned = raw(variable)
+                if id(assigned) not in slots:
+                    return assign(assigned, value)
+                selected.add(id(assigned))
+                old = assigned.read_value()
+                new = compute_new(old, tf.cast(value, old.dtype))
+                return assigned.assign(tf.where(ok, new, old))
 
             return select
 
-        hooks = [
-            (p, name, hooked(getattr(p, name), new))
-            for p in self.parts
-            for name, new in arithmetic.items()
-        ]
+        hooks = []
+        for part in self.parts:
+            for name, compute_new in _ASSIGNMENTS.items():
+                hooks.append((part, name, hooked(getattr(part, name), compute_new)))
         with replaced(hooks):
             yield selected
 
     def _knows(self, variable: Variable) -> bool:
         known = private.variables_indices(self.optimizer)
-        return not self.optimizer.built or private.var_key(self.optimizer, variable) in known
+        if not self.optimizer.built:
+            return True
+        return private.var_key(self.optimizer, variable) in known
 
     def _update(self, pairs: Pairs) -> None:
-        # No cast: Keras clips in the gradient's dtype, then casts to the variable's. As its own
-        # step calls it, which ends in `apply`.
+        # No cast: Keras clips in the gradient's dtype, then casts to the variable's. Its own step
+        # calls this method too, which ends in `apply`.
         self.optimizer.apply_gradients([(g, self._to_native(v)) for g, v in pairs])
 
 
@@ -402,13 +435,15 @@ class _KerasMulti(_Keras):
     def _update(self, pairs: Pairs) -> None:
         # Its own `apply` wants a gradient for every variable.
         groups: dict[int, Pairs] = {}
-        for gradient, variable in ((g, self._to_native(v)) for g, v in pairs):
-            index = private.optimizer_of_variable(self.optimizer)[
-                private.var_key(self.optimizer, variable)
-            ]
-            groups.setdefault(index, []).append((gradient, variable))
+        for gradient, variable in pairs:
+            native = self._to_native(variable)
+            indices = private.optimizer_of_variable(self.optimizer)
+            index = indices[private.var_key(self.optimizer, native)]
+            groups.setdefault(index, []).append((gradient, native))
         for index, group in groups.items():
-            self.optimizer.optimizers[index].apply(*map(list, zip(*group, strict=True)))
+            gradients = [gradient for gradient, _ in group]
+            variables = [variable for _, variable in group]
+            self.optimizer.optimizers[index].apply(gradients, variables)
         self.iterations.assign_add(1)
 
 
@@ -416,15 +451,17 @@ class _TFKeras(Optimizer):
     """The optimizers of tf_keras since 2.11."""
 
     def _knows(self, variable: Variable) -> bool:
-        built = private.built(self.optimizer, False)
-        return not built or private.var_key(self.optimizer, variable) in private.index_dict(
-            self.optimizer
-        )
+        if not private.built(self.optimizer, False):
+            return True
+        key = private.var_key(self.optimizer, variable)
+        return key in private.index_dict(self.optimizer)
 
     def _update(self, pairs: Pairs) -> None:
-        # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
-        dtypes = [getattr(raw(v), "true_dtype", v.dtype) for _, v in pairs]
-        native = [(tf.cast(g, t), raw(v)) for (g, v), t in zip(pairs, dtypes, strict=True)]
+        native = []
+        for gradient, variable in pairs:
+            # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
+            dtype = getattr(raw(variable), "true_dtype", variable.dtype)
+            native.append((tf.cast(gradient, dtype), raw(variable)))
         self.optimizer.apply_gradients(native, experimental_aggregate_gradients=False)
         for _, variable in pairs:
             # It applies constraints itself, but that of a keras.Variable is not on its tf.Variable.
@@ -463,8 +500,8 @@ class _Legacy(_TFKeras):
 
     @property
     def description(self) -> dict[str, Any]:
-        # of which `get_config` tells the value
-        return super().description | fingerprint.describe(self._called)
+        # `get_config` tells the value of these functions alone.
+        return {**super().description, **fingerprint.describe(self._called)}
 
     @property
     def settings(self) -> dict[str, list[tf.Variable]]:
@@ -485,21 +522,20 @@ class _Legacy(_TFKeras):
         return replaced(untouched_rows.replace_dense_form(self.parts[-1], looked_up))
 
     def _knows(self, variable: Variable) -> bool:
-        return not private.slots(self.optimizer) or private.unique_id(variable) in private.slots(
-            self.optimizer
-        )
+        slots = private.slots(self.optimizer)
+        if not slots:
+            return True
+        return private.unique_id(variable) in slots
 
     def _create(self, variables: list[Variable]) -> None:
-        with tf.name_scope(
-            private.optimizer_name(self.optimizer)
-        ):  # as in its `apply_gradients`, for the names of the slots
+        # as in its `apply_gradients`, for the names of the slots
+        with tf.name_scope(private.optimizer_name(self.optimizer)):
             private.create_all_weights(self.optimizer, variables)
         if "tensorflow_addons.AveragedOptimizerWrapper" in kinds(self.optimizer):
             # What keras.callbacks.SwapEMAWeights swaps, by the names of Keras 3.
             private.trainable_variables.set(self.optimizer, variables)
-            private.moving_averages.set(
-                self.optimizer, [self.optimizer.get_slot(v, "average") for v in variables]
-            )
+            averages = [self.optimizer.get_slot(v, "average") for v in variables]
+            private.moving_averages.set(self.optimizer, averages)
             if private.optimizer_strategy(self.optimizer) is None:
                 private.optimizer_strategy.set(self.optimizer, tf.distribute.get_strategy())
 
@@ -518,6 +554,9 @@ def _find_variables(value: object) -> Iterator[tf.Variable]:
     value = raw(value)
     if isinstance(value, tf.Variable):
         yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _find_variables(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
             yield from _find_variables(item)
