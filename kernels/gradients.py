@@ -1,5 +1,6 @@
-"""The gradient of many micro-batches: summed in a loop, by a kernel or as one product; then norm,
-unscale and clip.
+"""Sums the gradients of many micro-batches, and computes their norm and what unscales and clips.
+
+The sum is made in a loop, by a kernel or as one product.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import tensorflow as tf
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice
 
-# Below these, adding costs too little to be worth another kind of loop: the accumulator stays in
-# the cache.
+# The fewest elements of a matrix whose gradient is computed as one product. Adding a smaller one
+# costs too little to be worth another kind of loop: the accumulator stays in the cache.
 SMALLEST_MATRIX = 2**16
+# The fewest micro-batches for such a product, for the same reason.
 FEWEST_STEPS = 4
 
 
@@ -26,15 +28,15 @@ class Accumulator(NamedTuple):
     noted: dict[Hashable, tf.Tensor]  # by the gradient's `ref`
 
     def note(self, gradient: tf.Tensor, total: tf.Tensor) -> None:
-        """Notes that `total` is the accumulator with `gradient` added; the kernel must return
-        `gradient`.
+        """Notes that `total` is the accumulator with `gradient` added.
+
+        The kernel must return `gradient`.
         """
         self.noted[gradient.ref()] = total
 
 
 class Accumulators:
-    """Accumulators of some variables, in the graph in which a micro-batch's forward and backward
-    pass are traced.
+    """Accumulators of some variables, in the graph that a micro-batch is traced in.
 
     A kernel that finds a variable's accumulator computes, beside the gradient, the accumulator with
     the gradient added in place. XLA drops the sum unless the gradient that the kernel returned
@@ -43,50 +45,58 @@ class Accumulators:
 
     def __init__(self, variables: Sequence[tf.Variable], totals: Sequence[tf.Tensor]):
         self._noted: dict[Hashable, tf.Tensor] = {}
-        self._of = {
-            v.ref(): Accumulator(t, self._noted) for v, t in zip(variables, totals, strict=False)
-        }
+        self._of: dict[Hashable, Accumulator] = {}
+        for variable, total in zip(variables, totals, strict=False):
+            self._of[variable.ref()] = Accumulator(total, self._noted)
         self._graph: tf.Graph | None = tf.compat.v1.get_default_graph()
 
     def close(self) -> None:
-        """Stops offering accumulators: a layer that the backward pass computes again would add
-        twice.
+        """Stops offering accumulators.
+
+        A layer that the backward pass computes again would add its gradient twice.
         """
         self._graph = None
 
     def find(self, variable: tf.Tensor | tf.Variable | None) -> Accumulator | None:
         """Returns the accumulator of a variable, in the graph of the forward pass alone."""
         # What is traced in another graph, a branch or a loop's body, may run any number of times.
-        found = self._of.get(variable.ref()) if isinstance(variable, tf.Variable) else None
-        return found if tf.compat.v1.get_default_graph() is self._graph else None
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            return None
+        if not isinstance(variable, tf.Variable):
+            return None
+        return self._of.get(variable.ref())
 
     def with_added(
         self, gradient: tf.Tensor | tf.IndexedSlices | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]] | None:
-        """Returns the accumulator to which a kernel added a term of the gradient, and the other
-        terms; else None.
+        """Returns the accumulator with a term of the gradient added, and the other terms.
+
+        Returns None if no kernel has added a term.
         """
-        terms = _summands(gradient) if isinstance(gradient, tf.Tensor) else []
+        if not isinstance(gradient, tf.Tensor):
+            return None
+        terms = _summands(gradient)
         for k, term in enumerate(terms):
             if term.ref() in self._noted:
                 return self._noted[term.ref()], terms[:k] + terms[k + 1 :]
         return None
 
 
-def _summands(gradient: tf.Tensor) -> list[tf.Tensor]:
-    """Returns the terms of a gradient: for a variable that is used twice, the gradients of both
-    uses.
-    """
-    return list(gradient.op.inputs) if gradient.op.type == "AddN" else [gradient]
+def _summands(gradient: tf.Tensor | tf.IndexedSlices) -> list[tf.Tensor | tf.IndexedSlices]:
+    """Returns the terms of a gradient: one for each use of a variable."""
+    if isinstance(gradient, tf.IndexedSlices) or gradient.op.type != "AddN":
+        return [gradient]
+    return list(gradient.op.inputs)
 
 
 class SumAccumulator:
     """Accumulator that starts from `total` and adds the gradient of each micro-batch."""
 
     def __init__(self, total: tf.Tensor, gradient: tf.Tensor | tf.IndexedSlices):
-        terms = [gradient] if isinstance(gradient, tf.IndexedSlices) else _summands(gradient)
-        # what a micro-batch hands to the loop
-        self.terms = [*map(_by_rows, terms)] if len(terms) > 1 else terms
+        terms = _summands(gradient)
+        if len(terms) > 1:
+            terms = [_by_rows(term) for term in terms]
+        self.terms = terms  # what a micro-batch hands to the loop
         self._total = total
 
     def start(self) -> list[tf.Tensor]:
@@ -109,38 +119,42 @@ class AddedAccumulator(SumAccumulator):
 
     def __init__(self, total: tf.Tensor, added: tf.Tensor, terms: Sequence[tf.Tensor]):
         super().__init__(total, added)
-        self.terms = [added, *map(_by_rows, terms)]
+        self.terms = [added, *(_by_rows(term) for term in terms)]
 
     def add(
         self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor | tf.IndexedSlices]
     ) -> list[tf.Tensor]:
-        return [_added(terms[0], terms[1:])]
+        added, *others = terms
+        return [_added(added, others)]
 
 
 def _by_rows(term: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
-    """Returns a term as `IndexedSlices` where TensorFlow made a table of them to add it, as of a
-    tied embedding.
+    """Returns a term as `IndexedSlices` where TensorFlow made a table of them to add it.
+
+    It does so for a tied embedding, say.
     """
-    if term.op.type == "UnsortedSegmentSum" and term.op.inputs[1].shape.rank == 1:
-        return tf.IndexedSlices(*term.op.inputs[:2])
+    if term.op.type == "UnsortedSegmentSum":
+        values, indices, _ = term.op.inputs
+        if indices.shape.rank == 1:
+            return tf.IndexedSlices(values, indices)
     return term
 
 
 def _added(total: tf.Tensor, terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> tf.Tensor:
-    for term in sorted(terms, key=lambda term: isinstance(term, tf.IndexedSlices)):
+    """Adds terms to a total, those of all rows first."""
+    for term in terms:
+        if not isinstance(term, tf.IndexedSlices):
+            total += tf.cast(term, total.dtype)
+    for term in terms:
         if isinstance(term, tf.IndexedSlices):  # costs O(rows it holds); repeated indices add up
             total = tf.tensor_scatter_nd_add(
                 total, term.indices[:, tf.newaxis], tf.cast(term.values, total.dtype)
             )
-        else:
-            total += tf.cast(term, total.dtype)
     return total
 
 
 class LookupAccumulator(SumAccumulator):
-    """`SumAccumulator` of `IndexedSlices` that marks the rows that occurred, in `met`, bool
-    [rows].
-    """
+    """`SumAccumulator` of `IndexedSlices` that marks in `met`, bool [rows], which rows occurred."""
 
     def __init__(self, total: tf.Tensor, gradient: tf.IndexedSlices, met: tf.Tensor):
         super().__init__(total, gradient)
@@ -152,29 +166,33 @@ class LookupAccumulator(SumAccumulator):
     def add(
         self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor | tf.IndexedSlices]
     ) -> list[tf.Tensor]:
-        *total, met = carried
+        total, met = carried
         indices = terms[0].indices[:, tf.newaxis]
         marks = tf.fill(tf.shape(indices)[:1], True)
-        return [*super().add(i, total, terms), tf.tensor_scatter_nd_update(met, indices, marks)]
+        added = super().add(i, [total], terms)
+        return [*added, tf.tensor_scatter_nd_update(met, indices, marks)]
 
     def met(self, carried: list[tf.Tensor]) -> tf.Tensor:
         """Returns which rows occurred, from what the loop carried out."""
-        return carried[1]
+        _, met = carried
+        return met
 
 
 class FactoredAccumulator:
-    """Sum of `a_i^T @ b_i` over micro-batches i, computed as one product `a^T @ b` over the rows of
-    all of them.
+    """Sum of `a_i^T @ b_i` over micro-batches i, as one product `a^T @ b` over the rows of all.
 
     `wholes` are the factors of all micro-batches, [steps, rows, ...]; None for one that the loop is
     to write down.
     """
 
     def __init__(self, total: tf.Tensor, factors: tuple, wholes: tuple, steps: int):
-        self._total, self._wholes, self._steps = total, wholes, steps
-        self.terms = [
-            factor for factor, whole in zip(factors, wholes, strict=True) if whole is None
-        ]
+        self._total = total
+        self._wholes = wholes
+        self._steps = steps
+        self.terms = []
+        for factor, whole in zip(factors, wholes, strict=True):
+            if whole is None:
+                self.terms.append(factor)
 
     def start(self) -> list[tf.Tensor]:
         return [tf.zeros([self._steps, *term.shape], term.dtype) for term in self.terms]
@@ -188,10 +206,13 @@ class FactoredAccumulator:
     def total(self, carried: list[tf.Tensor]) -> tf.Tensor:
         written = iter(carried)
         a, b = (next(written) if whole is None else whole for whole in self._wholes)
-        a, b = (tf.reshape(factor, [-1, factor.shape[-1]]) for factor in (a, b))
-        return self._total + (
-            dot(a, b, transpose_a=True) if a.dtype in HALF else tf.matmul(a, b, transpose_a=True)
-        )
+        a = tf.reshape(a, [-1, a.shape[-1]])
+        b = tf.reshape(b, [-1, b.shape[-1]])
+        if a.dtype in HALF:
+            product = dot(a, b, transpose_a=True)
+        else:
+            product = tf.matmul(a, b, transpose_a=True)
+        return self._total + product
 
 
 def accumulator(
@@ -200,39 +221,45 @@ def accumulator(
     steps: int,
     whole: Callable[[tf.Tensor], tf.Tensor | None],
 ) -> SumAccumulator | FactoredAccumulator:
-    """Chooses a `FactoredAccumulator` where the factors of a product over all `steps` are no larger
-    than the product.
+    """Chooses a `FactoredAccumulator` where all factors are no larger than their product.
 
-    `whole(t)` returns the tensor of all micro-batches that a factor is a slice of, or None.
+    The factors are those of all `steps` micro-batches. `whole(t)` returns the tensor of all
+    micro-batches that a factor is a slice of, or None.
     """
     factors = _factors(gradient)
     if factors is None or steps < FEWEST_STEPS or total.shape.num_elements() < SMALLEST_MATRIX:
         return SumAccumulator(total, gradient)
-    factored = FactoredAccumulator(
-        total, factors, tuple(whole(_source(factor)) for factor in factors), steps
-    )
-    return (
-        factored
-        if steps * sum(map(_bytes, factored.terms)) <= _bytes(total)
-        else SumAccumulator(total, gradient)
-    )
+    wholes = tuple(whole(_source(factor)) for factor in factors)
+    factored = FactoredAccumulator(total, factors, wholes, steps)
+    written_bytes = steps * sum(_bytes(term) for term in factored.terms)
+    if written_bytes <= _bytes(total):
+        return factored
+    return SumAccumulator(total, gradient)
 
 
 def _factors(gradient: tf.Tensor | tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tensor] | None:
-    """Returns a and b, matrices of known shape, where the gradient is `a^T @ b`, unrounded; else
-    None.
+    """Returns a and b where the gradient is `a^T @ b`, unrounded; else None.
+
+    a and b are matrices of known shape.
     """
     if not isinstance(gradient, tf.Tensor):
         return None
     op = gradient.op
-    transposed = {
-        "MatMul": ("transpose_a", "transpose_b"),
-        "BatchMatMulV3": ("adj_x", "adj_y"),
-    }.get(op.type)
-    if transposed is None or tuple(map(op.get_attr, transposed)) != (True, False):
+    if op.type == "MatMul":
+        transposes = (op.get_attr("transpose_a"), op.get_attr("transpose_b"))
+    elif op.type == "BatchMatMulV3":
+        transposes = (op.get_attr("adj_x"), op.get_attr("adj_y"))
+    else:
         return None
-    known = all(t.shape.rank == 2 and t.shape.is_fully_defined() for t in op.inputs)
-    return tuple(op.inputs) if known and gradient.dtype in (tf.float32, tf.float64) else None
+    if transposes != (True, False):
+        return None
+    if gradient.dtype not in (tf.float32, tf.float64):
+        return None
+    a, b = op.inputs
+    for factor in (a, b):
+        if factor.shape.rank != 2 or not factor.shape.is_fully_defined():
+            return None
+    return a, b
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
@@ -261,17 +288,15 @@ def accumulator_dtype(dtype: tf.DType) -> tf.DType:
 def _sum_of_squares(x: tf.Tensor) -> tf.Tensor:
     squares = tf.square(x)
     if x.shape.rank > 1 and not has_gpu():
-        # XLA:CPU may not reorder a float sum, so its reductions are scalar chains; a product with
-        # ones is not.
+        # XLA:CPU may not reorder a float sum, so its reductions are scalar chains. A product with
+        # ones is none.
         columns = x.shape[-1]
         squares = tf.linalg.matvec(tf.reshape(squares, [-1, columns]), tf.ones([columns], x.dtype))
     return tf.cast(tf.reduce_sum(squares), tf.float32)
 
 
 def squares(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor) -> list[tf.Tensor]:
-    """Computes the sum of squares of `accumulator / denominator` for each accumulator: float32
-    scalars.
-    """
+    """Computes the sum of squares of each `accumulator / denominator`: float32 scalars."""
     unscale = tf.math.reciprocal_no_nan(denominator)
     # Unscaled before it is squared: at a loss scale of 2**24 the squares would overflow float32.
     return [_sum_of_squares(a * tf.cast(unscale, a.dtype)) for a in accumulators]
@@ -283,8 +308,7 @@ def reduce(
     clip_norm: float | None = None,
     squared: Sequence[tf.Tensor] | None = None,
 ) -> Reduced:
-    """Computes the norm, the finite check and the one factor that unscales and clips, in one read
-    of the accumulators.
+    """Computes the norm, the finite check and the factor that unscales and clips, in one read.
 
     With `g = accumulator / denominator` for every accumulator, and `norm = sqrt(sum(sum(g ** 2)))`:
 
@@ -297,7 +321,9 @@ def reduce(
     a float32 scalar; 0 gives factor 0. `squared` has the `squares` of all accumulators where some
     are on other devices.
     """
-    norm = tf.sqrt(tf.add_n(squares(accumulators, denominator) if squared is None else squared))
+    if squared is None:
+        squared = squares(accumulators, denominator)
+    norm = tf.sqrt(tf.add_n(squared))
     factor = tf.math.reciprocal_no_nan(denominator)
     if clip_norm is not None:
         factor *= clip_norm / tf.maximum(norm, clip_norm)
