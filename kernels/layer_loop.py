@@ -1,9 +1,8 @@
-"""Loops over a stack of layers: one forward, which keeps the residuals that the policy names, and
-one backward.
-"""
+"""Loops over a stack of layers: one forward, which keeps the policy's residuals, one backward."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -17,13 +16,13 @@ from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import device_memory, has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
-from fastaccum.kernels.recomputed_function import Nest, Policy, RecomputedFunction
+from fastaccum.kernels.recomputed_function import Gradient, Nest, Policy, RecomputedFunction
 from fastaccum.kernels.rounded import allow_outer_casts, rounded_layer
 from fastaccum.kernels.trace_context import accumulator_of
 from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfilled
 
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
-OF_LAYERS = IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError
+OF_LAYERS = (IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError)
 
 # the `policy` and `unroll` of a LayerStack
 Form: TypeAlias = "tuple[Policy, bool | Literal['auto']]"
@@ -32,9 +31,7 @@ Result = tuple[tf.Tensor, dict[int, tf.Tensor]]
 
 
 class Body(NamedTuple):
-    """One layer as a function of its input, of tensors that all layers share, and of its variables'
-    values.
-    """
+    """One layer as a function of its input, of tensors that layers share, and of its variables."""
 
     template: keras.layers.Layer
     weights: list[keras.Variable]  # those that are learned
@@ -49,25 +46,43 @@ class Body(NamedTuple):
         return [t for t in tf.nest.flatten(self.arguments) if tf.is_tensor(t)]
 
     def __call__(self, i, x, shared, weights, state):
-        """Returns the output of layer `i` and, by its place, the new value of each state that the
-        layer assigns.
-        """
-        shared, name = iter(shared), stackable.describe(self.template)
+        """Returns layer `i`'s output, and the new values of states that it assigns, by place."""
+        name = stackable.describe(self.template)
+        remaining = iter(shared)
         mask, kwargs = tf.nest.map_structure(
-            lambda t: next(shared) if tf.is_tensor(t) else t, self.arguments
+            lambda t: next(remaining) if tf.is_tensor(t) else t, self.arguments
         )
         scope = keras.StatelessScope(collect_losses=True)
-        for value in (
-            *zip(self.weights, weights, strict=True),
-            *zip(self.state, state, strict=True),
-        ):
-            # Not as the scope's argument: in an outer layer's autocast scope Keras would round it
-            # there.
-            scope.add_update(value)
+        # The values are not the scope's argument: in an outer layer's autocast scope Keras would
+        # round them there.
+        for variable, value in zip(self.weights, weights, strict=True):
+            scope.add_update((variable, value))
+        for variable, value in zip(self.state, state, strict=True):
+            scope.add_update((variable, value))
         with rounded_layer(zip(self.weights, self.stacks, strict=True), i, scope):
             private.keras_mask.set(x, mask)
             with naming(f"{name}, called with x {_spec(x)} and {list(kwargs)}", *OF_LAYERS):
                 y = self.template(x, training=self.training, **kwargs)
+        self._require_stackable(x, y, mask, weights, scope)
+        y.set_shape(x.shape)
+
+        assigned = {}
+        for k, (variable, before) in enumerate(zip(self.state, state, strict=True)):
+            after = scope.get_current_value(variable)
+            if after is not before:
+                assigned[k] = after
+        return y, assigned
+
+    def _require_stackable(
+        self,
+        x: tf.Tensor,
+        y: Any,
+        mask: tf.Tensor | None,
+        weights: Sequence[tf.Tensor],
+        scope: keras.StatelessScope,  # in which the layer mapped x to y
+    ) -> None:
+        """Raises ValueError for what a layer did that a stack would not do with it."""
+        name = stackable.describe(self.template)
         if not tf.is_tensor(y) or y.dtype != x.dtype or not y.shape.is_compatible_with(x.shape):
             raise ValueError(
                 f"{name} maps {_spec(x)} to {_spec(y)}: a LayerStack's layer must return one "
@@ -89,121 +104,141 @@ class Body(NamedTuple):
                     f"{name} assigns {variable.path!r}, which is trained: a LayerStack would "
                     "lose it."
                 )
-        y.set_shape(x.shape)
-        after = [scope.get_current_value(v) for v in self.state]
-        return y, {
-            k: new for k, (new, old) in enumerate(zip(after, state, strict=True)) if new is not old
-        }
+
+
+class _Arguments(NamedTuple):
+    """The arguments of a `Body`: tensors, or their specs."""
+
+    i: Any
+    x: Any
+    shared: Any  # a list
+    weights: Any  # a list
+    state: Any  # a list
+
+
+class _Gradients(NamedTuple):
+    """The gradients of one layer's arguments."""
+
+    x: tf.Tensor
+    shared: Tensors  # of those that are floating
+    weights: Tensors
 
 
 class LayerGraph(RecomputedFunction):
-    """A `Body` traced once for specs of its arguments, to be copied into loops; `after` are the new
-    states.
-    """
+    """A `Body` traced once for specs of its arguments, to be copied into loops."""
 
-    def __init__(self, body: Body, specs: list[Nest]):
+    def __init__(self, body: Body, specs: _Arguments):
         with collected_names() as names:
             function = tf.function(body, autograph=False).get_concrete_function(*specs)
-        self._y, self.after = function.structured_outputs
-        self._inputs = tf.nest.pack_sequence_as(
-            specs, function.inputs[: len(tf.nest.flatten(specs))]
-        )
-        _, x, shared, weights, _ = self._inputs
-        super().__init__(function, names, [x], [self._y], [x, *_floating(shared), *weights])
+        y, after = function.structured_outputs
+        self._y = y
+        self.after = after  # the new states
+        count = len(tf.nest.flatten(specs))  # captured tensors come after these
+        self._inputs = tf.nest.pack_sequence_as(specs, function.inputs[:count])
+        x = self._inputs.x
+        sources = [x, *_floating(self._inputs.shared), *self._inputs.weights]
+        super().__init__(function, names, roots=[x], targets=[y], sources=sources)
 
     @property
     def keeps_input(self) -> bool:
         """True if x is a residual, which is then the first."""
-        return any(t.name == self._inputs[1].name for t in self.residuals)
+        return any(t.name == self._inputs.x.name for t in self.residuals)
 
     @property
     def residual_bytes(self) -> float:
         """Bytes of one layer's residuals; infinite where a size is not known."""
-        sizes = [math.inf if None in t.shape else math.prod(t.shape) for t in self.residuals]
-        return sum(t.dtype.size * size for t, size in zip(self.residuals, sizes, strict=True))
+        total: float = 0
+        for t in self.residuals:
+            elements = math.inf if None in t.shape else math.prod(t.shape)
+            total += t.dtype.size * elements
+        return total
 
     def forward(self, *arguments: Any) -> Any:
         """Copies the forward pass: y, the new states and the residuals."""
         fetches = [self._y, self.after, self.residuals]
-        return self.copy(
-            "forward", fetches, self.feed(self._inputs, arguments), self._graph.control_outputs
+        fed = self.feed(self._inputs, arguments)
+        return self.copy("forward", fetches, fed, self._graph.control_outputs)
+
+    def backward(
+        self,
+        dy: tf.Tensor,
+        residuals: Tensors,
+        i: tf.Tensor | int,
+        shared: Tensors,
+        weights: Tensors,
+        state: Tensors,
+    ) -> _Gradients:
+        """Copies the gradients of x, the floating shared tensors and the weights."""
+        inputs = self._inputs
+        fed = self.feed(
+            [inputs.i, inputs.shared, inputs.weights, inputs.state, self.residuals],
+            [i, shared, weights, state, residuals],
+        )
+        gradients = iter(self.gradients([dy], fed))  # in the order of the sources
+        return _Gradients(
+            x=_or_zeros(next(gradients), dy),
+            shared=[_or_zeros(next(gradients), t) for t in _floating(shared)],
+            weights=[_or_zeros(next(gradients), t) for t in weights],
         )
 
-    def backward(self, dy: tf.Tensor, residuals: Tensors, *arguments: Any) -> Tensors:
-        """Copies the gradients of x, the floating shared tensors and the weights; takes `forward`'s
-        arguments but x.
-        """
-        number, _, *others = self._inputs
-        found = self.gradients(
-            [dy], self.feed([number, *others, self.residuals], [*arguments, residuals])
-        )
-        _, shared, weights, _ = arguments
-        like = [dy, *_floating(shared), *weights]
-        return [
-            tf.zeros_like(t) if g is None else tf.convert_to_tensor(g)
-            for t, g in zip(like, found, strict=True)
-        ]
+
+def _or_zeros(gradient: Gradient, like: tf.Tensor) -> tf.Tensor:
+    """Returns a gradient as a tensor, zeros where there is none."""
+    return tf.zeros_like(like) if gradient is None else tf.convert_to_tensor(gradient)
 
 
 def run_plainly(
     body: Body, depth: int, form: Form, x: tf.Tensor, weights: Tensors, state: Tensors
 ) -> Result:
     """Computes `run_loops` as plain calls with plain autodiff, which keeps everything."""
-    states = []
-    for i, (own_weights, own_state) in enumerate(
-        zip(_layers(depth, weights), _layers(depth, state), strict=True)
+    weights_by_layer = _layers(depth, weights)
+    state_by_layer = _layers(depth, state)
+    assigned_by_layer = []
+    for i, (layer_weights, layer_state) in enumerate(
+        zip(weights_by_layer, state_by_layer, strict=True)
     ):
-        x, after = body(i, x, body.shared, own_weights, own_state)
-        states.append(after)
-    return x, {k: tf.stack([after[k] for after in states]) for k in states[0]}
+        x, assigned = body(i, x, body.shared, layer_weights, layer_state)
+        assigned_by_layer.append(assigned)
+
+    stacked = {}
+    for k in assigned_by_layer[0]:
+        stacked[k] = tf.stack([assigned[k] for assigned in assigned_by_layer])
+    return x, stacked
 
 
 def run_loops(
     body: Body, depth: int, form: Form, x: tf.Tensor, weights: Tensors, state: Tensors
 ) -> Result:
-    """Computes the last layer's output and, by its place, each new stacked state, in a loop each
-    way or unrolled.
+    """Computes the last layer's output and, by place, each new stacked state.
+
+    There is one loop each way, or the loops are unrolled.
     """
-    accumulators = {
-        k: found for k, v in enumerate(body.stacks) if (found := accumulator_of(v.value))
-    }
-    assigned: list[int] = []
+    accumulators = {}
+    for k, variable in enumerate(body.stacks):
+        accumulator = accumulator_of(variable.value)
+        if accumulator is not None:
+            accumulators[k] = accumulator
+    assigned: list[int] = []  # the places of the states that the layer assigns
 
     @custom_gradient
     def run(x, shared, weights):
-        specs = [
-            tf.TensorSpec([], tf.int32),
-            *_specs([x, shared]),
-            *_specs([weights, state], axis=0),
-        ]
+        specs = _Arguments(
+            i=tf.TensorSpec([], tf.int32),
+            x=_specs(x),
+            shared=_specs(shared),
+            weights=_layer_specs(weights),
+            state=_layer_specs(state),
+        )
         with allow_outer_casts():
             layer = LayerGraph(body, specs)
-        unroll = body.training and _choose(layer, form, depth, weights)
-        repeat, buffer = (
-            (_repeat, lambda dtype, shape: UnrolledBuffer()) if unroll else (loop, _buffer)
-        )
+        is_unrolled = body.training and _choose(layer, form, depth, weights)
+        is_chained = body.training and layer.keeps_input
         assigned.extend(layer.after)
-
-        # Inputs that are kept lie where the layer before has written its output: no layer copies
-        # its own.
-        chained = body.training and layer.keeps_input
-
-        def forward(i, x, kept, states):
-            if chained:
-                x, inputs = x.read(i), x
-            y, after, values = layer.forward(i, x, shared, _at(i, weights), _at(i, state))
-            y, values = (inputs.write(i + 1, y), values[1:]) if chained else (y, values)
-            return [y, _write(i, kept, values), _write(i, states, list(after.values()))]
+        loops = _Loops(layer, depth, is_unrolled, is_chained, shared, weights, state)
 
         # An eager tape would keep what the loop computes.
         with private.record.stop_recording():
-            start = buffer(x.dtype, [depth + 1, *x.shape]).write(0, x) if chained else x
-            buffers = [buffer(t.dtype, [depth, *t.shape]) for t in layer.residuals[chained:]]
-            states = [buffer(t.dtype, [depth, *t.shape]) for t in layer.after.values()]
-            y, buffers, states = repeat(depth, forward, [start, buffers, states])
-            kept, after = [_read_all(b) for b in buffers], [b.stack() for b in states]
-            if chained:
-                y, kept = y.read(depth), [_read_all(y), *kept]
+            y, after, kept = loops.forward(x)
 
         def gradient(dy, *_, variables=None):
             if variables:
@@ -212,29 +247,12 @@ def run_loops(
                     f"so that they get no gradient: {[v.name for v in variables]}. Pass them to "
                     "the LayerStack's call by keyword."
                 )
-            floating = _floating(shared)
-
-            def backward(i, dy, sums, buffers, totals):
-                at = depth - 1 - i
-                dx, *found = layer.backward(
-                    dy, _at(at, kept), at, shared, _at(at, weights), _at(at, state)
-                )
-                d_floating, d_weights = found[: len(floating)], found[len(floating) :]
-                sums = [s + tf.cast(g, s.dtype) for s, g in zip(sums, d_floating, strict=True)]
-                totals = {k: _add_at(at, total, d_weights[k]) for k, total in totals.items()}
-                return [dx, sums, _write(at, buffers, d_weights), totals]
-
-            sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in floating]
-            buffers = [buffer(w.dtype, w.shape) for w in weights]
             totals = {k: accumulator.total for k, accumulator in accumulators.items()}
-            dx, sums, buffers, totals = repeat(depth, backward, [dy, sums, buffers, totals])
-            sums = iter(sums)
-            d_shared = [
-                tf.cast(next(sums), t.dtype) if t.dtype.is_floating else None for t in shared
-            ]
-            d_inputs = first_order([dx, *d_shared, *(b.stack() for b in buffers)], "A LayerStack")
+            d_inputs, totals = loops.backward(dy, kept, totals)
+            d_inputs = first_order(d_inputs, "A LayerStack")
+            first_weight = len(d_inputs) - len(weights)
             for k, total in totals.items():
-                accumulators[k].note(d_inputs[k - len(weights)], total)
+                accumulators[k].note(d_inputs[first_weight + k], total)
             return d_inputs
 
         return (y, *after), gradient
@@ -245,12 +263,15 @@ def run_loops(
 
 def _choose(layer: LayerGraph, form: Form, depth: int, weights: Tensors) -> bool:
     """Chooses what is kept, and whether the loops are unrolled."""
+    weight_bytes = sum(w.dtype.size * w.shape.num_elements() for w in weights)
     # In training each weight has its gradient and, under Adam, two slots.
-    budget = (device_memory() - 4 * sum(w.dtype.size * w.shape.num_elements() for w in weights)) / 2
+    budget = (device_memory() - 4 * weight_bytes) / 2
     policy, unroll = form
     if unroll:
         layer.keep("everything_saveable")
-        if unroll is True or (has_gpu() and depth * layer.residual_bytes <= budget):
+        if unroll is True:
+            return True
+        if has_gpu() and depth * layer.residual_bytes <= budget:
             return True
     layer.keep(policy)
     if policy == "auto" and depth * layer.residual_bytes > budget:
@@ -258,21 +279,131 @@ def _choose(layer: LayerGraph, form: Form, depth: int, weights: Tensors) -> bool
     return False
 
 
+class _Forward(NamedTuple):
+    """The results of the loop forward."""
+
+    y: tf.Tensor
+    after: Tensors  # the new states, stacked
+    kept: list[tf.Tensor | UnrolledBuffer]  # the residuals of all layers
+
+
+class _Backward(NamedTuple):
+    """The results of the loop backward."""
+
+    d_inputs: list[tf.Tensor | None]  # of x, the shared tensors and the stacked weights
+    totals: dict[int, tf.Tensor]  # the accumulators with the gradients of weights added, by place
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loops:
+    """The two loops over a stack's layers: every turn is a copy of one layer's graph."""
+
+    layer: LayerGraph
+    depth: int
+    is_unrolled: bool
+    # True if the layers' inputs are kept. They lie where the layer before has written its output:
+    # no layer copies its own.
+    is_chained: bool
+    shared: Tensors
+    weights: Tensors  # stacked
+    state: Tensors  # stacked
+
+    def forward(self, x: tf.Tensor) -> _Forward:
+        """Maps x through all layers, the first one first."""
+
+        def turn(i, x, kept, states):
+            if self.is_chained:
+                inputs = x
+                x = inputs.read(i)
+            y, after, residuals = self.layer.forward(
+                i, x, self.shared, _at(i, self.weights), _at(i, self.state)
+            )
+            if self.is_chained:
+                y = inputs.write(i + 1, y)
+                residuals = residuals[1:]  # the first is x
+            return [y, _write(i, kept, residuals), _write(i, states, list(after.values()))]
+
+        start = x
+        residuals = self.layer.residuals
+        if self.is_chained:
+            start = self._buffer(x.dtype, [self.depth + 1, *x.shape]).write(0, x)
+            residuals = residuals[1:]
+        buffers = [self._buffer(t.dtype, [self.depth, *t.shape]) for t in residuals]
+        states = [self._buffer(t.dtype, [self.depth, *t.shape]) for t in self.layer.after.values()]
+        y, buffers, states = self._repeat(turn, [start, buffers, states])
+
+        kept = [_read_all(buffer) for buffer in buffers]
+        after = [buffer.stack() for buffer in states]
+        if self.is_chained:
+            inputs = y
+            y = inputs.read(self.depth)
+            kept = [_read_all(inputs), *kept]
+        return _Forward(y, after, kept)
+
+    def backward(
+        self,
+        dy: tf.Tensor,
+        kept: list[tf.Tensor | UnrolledBuffer],
+        totals: dict[int, tf.Tensor],  # accumulators of stacked weights, by place
+    ) -> _Backward:
+        """Computes the gradients of what the layers take, the last layer first."""
+
+        def turn(turns_before, dy, sums, buffers, totals):
+            i = self.depth - 1 - turns_before
+            gradients = self.layer.backward(
+                dy, _at(i, kept), i, self.shared, _at(i, self.weights), _at(i, self.state)
+            )
+            new_sums = []
+            for total, gradient in zip(sums, gradients.shared, strict=True):
+                new_sums.append(total + tf.cast(gradient, total.dtype))
+            new_totals = {k: _add_at(i, total, gradients.weights[k]) for k, total in totals.items()}
+            return [gradients.x, new_sums, _write(i, buffers, gradients.weights), new_totals]
+
+        sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in _floating(self.shared)]
+        buffers = [self._buffer(w.dtype, w.shape) for w in self.weights]
+        dx, sums, buffers, totals = self._repeat(turn, [dy, sums, buffers, totals])
+
+        remaining_sums = iter(sums)
+        d_shared = []
+        for t in self.shared:
+            if t.dtype.is_floating:
+                d_shared.append(tf.cast(next(remaining_sums), t.dtype))
+            else:
+                d_shared.append(None)
+        d_weights = [buffer.stack() for buffer in buffers]
+        return _Backward([dx, *d_shared, *d_weights], totals)
+
+    def _repeat(self, turn: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:
+        if not self.is_unrolled:
+            return loop(self.depth, turn, values)
+        for i in range(self.depth):
+            values = turn(i, *values)
+        return values
+
+    def _buffer(self, dtype: tf.DType, shape: Sequence[int | None]) -> Buffer:
+        if self.is_unrolled:
+            return UnrolledBuffer()
+        return _array(dtype, shape)
+
+
 def _floating(tensors: Sequence[tf.Tensor]) -> Tensors:
     return [t for t in tensors if t.dtype.is_floating]
 
 
-def _specs(tensors: Nest, axis: int | None = None) -> Nest:
-    """Returns the specs of tensors, or of one layer's part of stacked tensors."""
-    return tf.nest.map_structure(
-        lambda t: tf.TensorSpec(t.shape if axis is None else t.shape[1:], t.dtype), tensors
-    )
+def _specs(tensors: Nest) -> Nest:
+    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), tensors)
+
+
+def _layer_specs(stacks: Nest) -> Nest:
+    """Returns the specs of one layer's part of stacked tensors."""
+    return tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), stacks)
 
 
 def _layers(depth: int, stacks: Tensors) -> list[tuple[tf.Tensor, ...]]:
-    return (
-        list(zip(*(tf.unstack(stack) for stack in stacks), strict=True)) if stacks else [()] * depth
-    )
+    """Returns each layer's part of stacked tensors."""
+    if not stacks:
+        return [()] * depth
+    return list(zip(*(tf.unstack(stack) for stack in stacks), strict=True))
 
 
 def _write(i: int | tf.Tensor, buffers: list[Buffer], values: Tensors) -> list[Buffer]:
@@ -280,29 +411,33 @@ def _write(i: int | tf.Tensor, buffers: list[Buffer], values: Tensors) -> list[B
 
 
 def _at(i: int | tf.Tensor, stacks: Sequence[tf.Tensor | UnrolledBuffer]) -> Tensors:
-    if isinstance(i, int):
-        return [
-            stack.read(i) if isinstance(stack, UnrolledBuffer) else stack[i] for stack in stacks
-        ]
-    return [tf.gather(stack, i) for stack in stacks]
+    """Returns the parts of layer `i`, whose number is an int where the loops are unrolled."""
+    if not isinstance(i, int):
+        return [tf.gather(stack, i) for stack in stacks]
+    values = []
+    for stack in stacks:
+        if isinstance(stack, UnrolledBuffer):
+            values.append(stack.read(i))
+        else:
+            values.append(stack[i])
+    return values
 
 
 def _add_at(i: tf.Tensor, total: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
-    return dynamic_add_slice(
-        total, tf.cast(gradient, total.dtype)[tf.newaxis], [i, *[0] * gradient.shape.rank]
-    )
+    """Returns a stacked accumulator with the gradient of layer `i` added."""
+    part = tf.cast(gradient, total.dtype)[tf.newaxis]
+    return dynamic_add_slice(total, part, [i, *[0] * gradient.shape.rank])
 
 
-def _buffer(dtype: tf.DType, shape: Sequence[int | None]) -> tf.TensorArray:
+def _array(dtype: tf.DType, shape: Sequence[int | None]) -> tf.TensorArray:
     """Returns a stack that a loop writes in place."""
-    array, memory = tf.TensorArray(dtype, shape[0], element_shape=shape[1:]), unfilled(shape, dtype)
+    array = tf.TensorArray(dtype, shape[0], element_shape=shape[1:])
+    memory = unfilled(shape, dtype)
     return array if memory is None else array.unstack(memory)
 
 
 class UnrolledBuffer(dict[int, tf.Tensor]):
-    """Stand-in for a `tf.TensorArray` in an unrolled loop: its values stay where they were
-    computed.
-    """
+    """Stand-in for a `tf.TensorArray` in an unrolled loop: its values stay where they are."""
 
     def write(self, i: int, value: tf.Tensor) -> UnrolledBuffer:
         return UnrolledBuffer({**self, i: value})
@@ -319,13 +454,6 @@ Buffer: TypeAlias = "tf.TensorArray | UnrolledBuffer"
 
 def _read_all(buffer: Buffer) -> tf.Tensor | UnrolledBuffer:
     return buffer if isinstance(buffer, UnrolledBuffer) else buffer.stack()
-
-
-def _repeat(steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Sequence[Any]:
-    """Runs `loop` unrolled."""
-    for i in range(steps):
-        values = body(i, *values)
-    return values
 
 
 def _spec(value: Any) -> str:
