@@ -1,6 +1,4 @@
-"""`LayerStack`: layers of one kind as one traced body, looped forward and backward; not all
-residuals are kept.
-"""
+"""Stacks layers of one kind as one traced body, looped forward and backward (`LayerStack`)."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ from fastaccum.kernels.checks import (
 from fastaccum.kernels.layer_loop import OF_LAYERS, Body, run_loops, run_plainly
 from fastaccum.kernels.recomputed_function import require_policy
 
-# Between the seeds of layers that were given the same one: wider than between the seeds of one
-# layer.
+# The distance between the seeds of two layers that were given the same one. It is wider than any
+# distance between the seeds of one layer.
 _SEED_STRIDE = 1_000_003
 
 
@@ -49,43 +47,38 @@ class LayerStack(keras.layers.Layer):
     The policies are named as in `jax.checkpoint_policies`. The gradients are the same, to rounding:
 
         "nothing_saveable"      each layer's input alone: the least memory, and all of the forward
-        pass again, which
-                                is about a third more arithmetic
+                                pass again, which is about a third more arithmetic
         [name, ...]             what has one of these names (`checkpoint_name`), as by
-        `save_only_these_names`, and each
-                                layer's input where the rest needs it. Two are given by themselves:
-                                    "projection" to
-                                every product or convolution of values with weights, "attention" to
-                                attention's output and log-sum-exp
+                                `save_only_these_names`, and each layer's input where the rest needs
+                                it. Two are given by themselves: "projection" to every product or
+                                convolution of values with weights, "attention" to attention's
+                                output and log-sum-exp
         "everything_saveable"   whatever the gradient reads, as in plain layers: nothing is computed
-        again but casts "auto"                  whatever has a name: norms, activations, casts and
-        rotary positions are computed
-                                again, and no product with weights. "nothing_saveable" where that
-                                takes more than half
-                                of the memory that training leaves: of the GPU's (16 GiB where that
-                                    is not known) less
-                                4 times the stack's weights, for gradients and an optimizer's slots
+                                again but casts
+        "auto"                  whatever has a name: norms, activations, casts and rotary positions
+                                are computed again, and no product with weights. "nothing_saveable"
+                                where that takes more than half of the memory that training leaves:
+                                of the GPU's (16 GiB where that is not known) less 4 times the
+                                stack's weights, for gradients and an optimizer's slots
 
     A name counts where the layer's own call gives it, not in a loop or a branch. Run eagerly, or
-    with
-    `training=False`, there is no choice: everything is kept, or the inputs alone.
+    with `training=False`, there is no choice: everything is kept, or the inputs alone.
 
     With `unroll=True`, as in `jax.lax.scan`, a step in training has the layers one after the other
-    instead of loops,
-    over the same stacked weights, and keeps everything: nothing is copied into and out of stacks,
-        which on a GPU is
-    faster, and the program and the time to compile it grow with the depth. `unroll="auto"` does so
-    in a program for a GPU where policy "auto" finds that everything fits.
+    instead of loops, over the same stacked weights, and keeps everything. Nothing is copied into
+    and out of stacks, which on a GPU is faster, and the program and the time to compile it grow
+    with the depth. `unroll="auto"` does so in a program for a GPU where policy "auto" finds that
+    everything fits.
 
     Optimizers see stacks: what they compute per weight (a trust ratio, `clipnorm`) is then taken
-        over all layers.
+    over all layers.
 
-    Args: make_layer: makes one layer from no arguments; or a layer, of whose configuration `depth`
-        new ones are made.
-            The layer must map its first argument to one tensor of the same shape, dtype and mask,
-            with variables of its own alone, and add no losses. Its weights may have L1 and L2
-            regularizers, and no constraints; it may hold further state (BatchNormalization), but no
-            metrics.
+    Args:
+        make_layer: makes one layer from no arguments; or a layer, of whose configuration `depth`
+            new ones are made. The layer must map its first argument to one tensor of the same
+            shape, dtype and mask, with variables of its own alone, and add no losses. Its weights
+            may have L1 and L2 regularizers, and no constraints; it may hold further state
+            (BatchNormalization), but no metrics.
         depth: how many layers.
         policy: what is kept of each layer: "auto", "nothing_saveable", "everything_saveable", or a
             list of names.
@@ -94,12 +87,14 @@ class LayerStack(keras.layers.Layer):
         implementation: "auto" for the loops; "reference" for the unrolled loop above over the same
             stacked weights, with plain autodiff.
 
-    Attributes: template: the first of the layers, whose `call` is the body for all; its own weights
-        are not used.
+    Attributes:
+        template: the first of the layers, whose `call` is the body for all; its own weights are not
+            used.
 
-    Call arguments: x: one tensor; a Keras mask on it reaches every layer, where the layers support
-        masking. **kwargs: tensors that every layer gets as they are (`attention_mask`, `context`);
-        gradients flow into them.
+    Call arguments:
+        x: one tensor; a Keras mask on it reaches every layer, where the layers support masking.
+        **kwargs: tensors that every layer gets as they are (`attention_mask`, `context`); gradients
+            flow into them.
 
     >>> keras.utils.set_random_seed(0)
     >>> stack = LayerStack(lambda: keras.layers.Dense(4, "tanh"), depth=3)
@@ -126,8 +121,10 @@ class LayerStack(keras.layers.Layer):
     ):
         depth = whole_number("depth", depth)
         one_of("implementation", implementation, ("auto", "reference"))
-        policy, unroll = require_policy(policy), one_of("unroll", unroll, (True, False, "auto"))
-        unroll = unroll if unroll == "auto" else bool(unroll)  # 1 and NumPy's bools are taken too
+        policy = require_policy(policy)
+        unroll = one_of("unroll", unroll, (True, False, "auto"))
+        if unroll != "auto":
+            unroll = bool(unroll)  # 1 and NumPy's bools are taken too
         if unroll and policy != "auto":
             raise ValueError(
                 f"policy={shown(policy)} is for loops, and unroll={unroll!r} keeps everything: "
@@ -146,7 +143,10 @@ class LayerStack(keras.layers.Layer):
         object.__setattr__(self, "template", template)
         if not (trainable and template.trainable):
             self.trainable = False
-        self.make_layer, self.depth, self.policy, self.unroll = make_layer, depth, policy, unroll
+        self.make_layer = make_layer
+        self.depth = depth
+        self.policy = policy
+        self.unroll = unroll
         self.implementation = implementation
         self.supports_masking = template.supports_masking
         self.supports_jit = all(layer.supports_jit for layer in private.flatten_layers(template))
@@ -160,9 +160,7 @@ class LayerStack(keras.layers.Layer):
     def build(self, x_shape: Sequence[int | None]) -> None:
         with naming("x_shape"):
             sizes = () if isinstance(x_shape, (str, bytes, dict)) else tuple(x_shape)
-        if not sizes or not all(
-            size is None or (isinstance(size, numbers.Integral) and size >= 0) for size in sizes
-        ):
+        if not sizes or not all(_is_size(size) for size in sizes):
             raise TypeError(
                 f"x has x_shape={shown(x_shape)}: every layer of a LayerStack maps one tensor to "
                 "the next."
@@ -179,23 +177,24 @@ class LayerStack(keras.layers.Layer):
             self._stack(layers)
 
     def _stack(self, layers: list[keras.layers.Layer]) -> None:
-        learned = {
-            id(v)
-            for layer in private.flatten_layers(self.template)
-            for v in private.trainable_variables(layer)
-        }
-        self._learned = [id(variable) in learned for variable in stackable.variables(self.template)]
+        """Makes the stack's variables from its layers', the first of which is the template."""
+        learned_ids = set()
+        for layer in private.flatten_layers(self.template):
+            learned_ids |= {id(variable) for variable in private.trainable_variables(layer)}
+        self._learned = [
+            id(variable) in learned_ids for variable in stackable.variables(self.template)
+        ]
+
         self._stacked_weights: list[keras.Variable] = []
-        for variable, *copies in zip(
-            self.template.weights, *(layer.weights for layer in layers), strict=True
-        ):
+        for copies in zip(*(layer.weights for layer in layers), strict=True):
+            variable = copies[0]  # the template's
             stacked = self.add_weight(
                 name=variable.path.rpartition(f"{self.template.name}/")[2].replace("/", "."),
                 shape=(self.depth, *variable.shape),
                 dtype=private.variable_dtype(variable),
                 initializer=functools.partial(_stacked, copies),
                 regularizer=variable.regularizer,
-                trainable=id(variable) in learned,
+                trainable=id(variable) in learned_ids,
                 # The body casts, so that its gradients are those of the variables in their own
                 # dtype.
                 autocast=False,
@@ -204,10 +203,9 @@ class LayerStack(keras.layers.Layer):
             # A tf.train.Checkpoint does not look into Keras's lists.
             private.track_trackable(self, stacked, f"weights.{len(self._stacked_weights)}")
             self._stacked_weights.append(stacked)
-        self._seeds = [
-            _Seeds(generators)
-            for generators in zip(*map(stackable.seed_generators, layers), strict=True)
-        ]
+
+        generators_by_layer = [stackable.seed_generators(layer) for layer in layers]
+        self._seeds = [_Seeds(copies) for copies in zip(*generators_by_layer, strict=True)]
 
     @property
     def _stacked_variables(self) -> list[keras.Variable]:
@@ -229,9 +227,8 @@ class LayerStack(keras.layers.Layer):
         with naming(
             f"{stackable.describe(layer)}, built for x of shape {self._x_shape}", *OF_LAYERS
         ):
-            if private.is_default_build(layer.build, False) and not all(
-                part.built for part in parts
-            ):
+            has_default_build = private.is_default_build(layer.build, False)
+            if has_default_build and not all(part.built for part in parts):
                 layer(keras.KerasTensor(self._x_shape, self.compute_dtype))
             elif not layer.built:
                 layer.build(self._x_shape)
@@ -245,9 +242,9 @@ class LayerStack(keras.layers.Layer):
             )
         if kwargs.get("training") is not None:
             one_of("training", kwargs["training"], (True, False))
-        return super().__call__(
-            x if isinstance(x, keras.KerasTensor) else as_tensor("x", x), *args, **kwargs
-        )
+        if not isinstance(x, keras.KerasTensor):
+            x = as_tensor("x", x)
+        return super().__call__(x, *args, **kwargs)
 
     def call(self, x: tf.Tensor, training: bool | None = None, **kwargs: object) -> tf.Tensor:
         mask = private.keras_mask(x, None)
@@ -261,45 +258,57 @@ class LayerStack(keras.layers.Layer):
             # As Keras has done already, unless a model is called symbolically.
             x = tf.cast(x, self.compute_dtype)
         weights, state = self._split(self._stacked_variables)
-        own_weights, own_state = self._split(stackable.variables(self.template))
-        body = Body(self.template, own_weights, weights, own_state, bool(training), [mask, kwargs])
-        run = (
-            run_plainly
-            if self.implementation == "reference" or tf.executing_eagerly()
-            else run_loops
+        template_weights, template_state = self._split(stackable.variables(self.template))
+        body = Body(
+            template=self.template,
+            weights=template_weights,
+            stacks=weights,
+            state=template_state,
+            training=bool(training),
+            arguments=[mask, kwargs],
         )
+        if self.implementation == "reference" or tf.executing_eagerly():
+            run = run_plainly
+        else:
+            run = run_loops
         # Read before the state is assigned: the recomputation starts from the same seeds.
-        y, after = run(
+        y, new_state = run(
             body, self.depth, (self.policy, self.unroll), x, _read(weights), _read(state)
         )
-        for k, value in after.items():
+        for k, value in new_state.items():
             state[k].assign(value)
         return y
 
     def _split(
         self, variables: list[keras.Variable]
     ) -> tuple[list[keras.Variable], list[keras.Variable]]:
-        marked = list(zip(variables, self._learned, strict=True))
-        return [v for v, learned in marked if learned], [v for v, learned in marked if not learned]
+        """Splits variables into weights that are learned and other state."""
+        weights = []
+        state = []
+        for variable, is_learned in zip(variables, self._learned, strict=True):
+            if is_learned:
+                weights.append(variable)
+            else:
+                state.append(variable)
+        return weights, state
 
     def unstack(self) -> list[keras.layers.Layer]:
-        """Returns the plain layers: `depth` new ones, built, with copies of the stack's weights and
-        seeds.
+        """Returns `depth` new plain layers, built, with copies of the stack's weights and seeds.
 
         Where `fp32_weight_gradients` has switched the stack, they are not switched.
         """
-        weights = self._stacked_variables
+        variables = self._stacked_variables
         layers = [self._build_layer(self._make()) for _ in range(self.depth)]
-        for stacked, *copies in zip(weights, *map(stackable.variables, layers), strict=True):
+        for stacked, copies in zip(variables, _by_place(layers), strict=True):
             for i, variable in enumerate(copies):
                 variable.assign(stacked.value[i])
         return layers
 
     def assign_from(self, layers: Sequence[keras.layers.Layer]) -> None:
         """Takes the weights and seeds of `depth` plain layers, the inverse of `unstack`."""
-        weights = self._stacked_variables
+        variables = self._stacked_variables
         if not isinstance(layers, (list, tuple)) or not all(
-            isinstance(each, keras.layers.Layer) for each in layers
+            isinstance(layer, keras.layers.Layer) for layer in layers
         ):
             raise TypeError(f"layers={shown(layers)} must be a list of Keras layers.")
         if len(layers) != self.depth:
@@ -307,47 +316,58 @@ class LayerStack(keras.layers.Layer):
                 f"layers has {len(layers)} layers, but depth={self.depth}: pass one for each."
             )
         stackable.require_same_variables([self.template, *layers])
-        for stacked, *copies in zip(weights, *map(stackable.variables, layers), strict=True):
+        for stacked, copies in zip(variables, _by_place(layers), strict=True):
             stacked.assign(_stacked(copies))
 
     def get_config(self) -> dict[str, object]:
         config = super().get_config()
         del config["dtype"]  # the template's
-        make_layer = keras.saving.serialize_keras_object(self.template)
-        own = {
-            name: getattr(self, name) for name in ("depth", "policy", "unroll", "implementation")
-        }
-        return {**config, "make_layer": make_layer, **own}
+        config["make_layer"] = keras.saving.serialize_keras_object(self.template)
+        config["depth"] = self.depth
+        config["policy"] = self.policy
+        config["unroll"] = self.unroll
+        config["implementation"] = self.implementation
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> LayerStack:
-        return cls(
-            **{**config, "make_layer": keras.saving.deserialize_keras_object(config["make_layer"])}
-        )
+        make_layer = keras.saving.deserialize_keras_object(config["make_layer"])
+        return cls(**{**config, "make_layer": make_layer})
 
 
 class _Seeds(keras.random.SeedGenerator):
-    """Seed generator whose state stacks those of one generator in every layer: int64 `[depth,
-    2]`.
-    """
+    """Seed generator whose state, int64 [depth, 2], stacks those of one generator in each layer."""
 
     def __init__(self, generators: Sequence[keras.random.SeedGenerator]):
         super().__init__(seed=0)
         seeds = {private.initial_seed(generator) for generator in generators}
         # A seed that the layers share would drop the same elements in all of them.
-        shared = None not in seeds and len(seeds) < len(generators)
-        private.initial_seed.set(self, seeds.pop() if shared else None)
+        is_shared = None not in seeds and len(seeds) < len(generators)
+        seed = seeds.pop() if is_shared else None
+        stride = _SEED_STRIDE if is_shared else 0
+        private.initial_seed.set(self, seed)
         states = [generator.state for generator in generators]
 
         def initial(shape, dtype):
-            offsets = tf.range(shape[0], dtype=dtype)[:, tf.newaxis] * [
-                _SEED_STRIDE if shared else 0,
-                0,
-            ]
-            return _stacked(states) + tf.reshape(offsets, [shape[0], *[1] * (len(shape) - 2), 2])
+            offsets = tf.range(shape[0], dtype=dtype)[:, tf.newaxis] * [stride, 0]
+            inner_axes = [1] * (len(shape) - 2)
+            return _stacked(states) + tf.reshape(offsets, [shape[0], *inner_axes, 2])
 
-        shape, dtype = (len(states), *states[0].shape), states[0].dtype
+        shape = (len(states), *states[0].shape)
+        dtype = states[0].dtype
         self.state = keras.Variable(initial, shape, dtype, trainable=False, aggregation="none")
+
+
+def _is_size(size: Any) -> bool:
+    """Returns whether this is a size in a shape, or None for one that is not known."""
+    if size is None:
+        return True
+    return isinstance(size, numbers.Integral) and int(size) >= 0
+
+
+def _by_place(layers: Sequence[keras.layers.Layer]) -> list[tuple[keras.Variable, ...]]:
+    """Returns, for each variable of a layer, the variables at its place in all layers."""
+    return list(zip(*(stackable.variables(layer) for layer in layers), strict=True))
 
 
 def _read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
@@ -355,4 +375,5 @@ def _read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
 
 
 def _stacked(variables: Sequence[keras.Variable], *_: object, **__: object) -> tf.Tensor:
+    """Stacks variables; as an initializer, which is passed a shape and a dtype that are theirs."""
     return tf.stack(_read(variables))
