@@ -1,6 +1,4 @@
-"""The train step of a model on several replicas: its pieces as programs, with one all-reduce
-between them.
-"""
+"""The train step of a model on several replicas: two programs with one all-reduce between them."""
 
 from __future__ import annotations
 
@@ -37,15 +35,17 @@ from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import Accumulated, Share
 
-# between replicas; a prime, so that seeds drawn one after the other do not meet
+# The distance between the seeds of two replicas. It is a prime, so that seeds that are drawn one
+# after the other do not meet.
 SEED_STRIDE = 0x9E3779B1
 Shared = dict[str, tf.Tensor | list[tf.Tensor | None]]  # what replicas add up, by name
-Own = dict[str, Any]  # what a replica keeps of its own for the end of the step, by name
+LocalValues = dict[str, Any]  # what a replica keeps to itself until the end of the step, by name
 
 
 class ReplicatedStep(Step):
-    """Trains and evaluates a model on the replicas of a strategy; a stack holds the local replicas'
-    rows side by side.
+    """Trains and evaluates a model on the replicas of a strategy.
+
+    A stack holds the rows of the local replicas side by side.
 
         for each replica:  sums = accumulate(its rows)          # compiled
         sums = all_reduce(sums)                                 # one flat float32 buffer
@@ -53,14 +53,12 @@ class ReplicatedStep(Step):
 
     The objective and the cycle are those of one device, traced with the first replica's variables
     and called with every replica's. All replicas finish with the same numbers, so that their
-    variables stay equal bit for bit, also those of
-    the loss scale and the metrics. XLA cannot compile the collective: a graph calls the two
-        programs and reduces
-    between them.
+    variables stay equal bit for bit, also those of the loss scale and the metrics. XLA cannot
+    compile the collective: a graph calls the two programs and reduces between them.
 
-    Moving statistics are averaged over the replicas; random masks differ between replicas. Several
-    losses, whose denominators must be known before the first gradient, take one more all-reduce, of
-    a few scalars.
+    Moving statistics are averaged over the replicas; random masks differ between replicas. The
+    denominators of several losses must be known before the first gradient, which takes one more
+    all-reduce, of a few scalars.
     """
 
     def __init__(
@@ -73,13 +71,15 @@ class ReplicatedStep(Step):
         optimizer: Optimizer,
         options: Options,
     ):
-        if unknown := metrics.unknown_states:
+        unknown = metrics.unknown_states
+        if unknown:
             raise ValueError(
                 f"metrics={unknown} are of classes of your own, whose states cannot be added up "
                 "over replicas unless they are sums: derive them from keras.metrics.Mean or "
                 "Sum, or pass fn(y_true, y_pred)."
             )
-        if names := model.unmanaged_state:
+        names = model.unmanaged_state
+        if names:
             raise ValueError(
                 f"The model's call assigns {names}, tf.Variables that no layer has made by "
                 f"`add_weight`: under {type(replicas.strategy).__name__}, make them by "
@@ -91,6 +91,7 @@ class ReplicatedStep(Step):
                 "be added up over replicas: update metrics of the model's own in compute_loss "
                 "or call, or pass metrics=[...]."
             )
+
         self._replicas = replicas
         self._optimizers = [
             part for part in optimizer.parts if private.optimizer_strategy.exists(part)
@@ -102,24 +103,23 @@ class ReplicatedStep(Step):
         self._build_optimizer(model, optimizer)
         replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
         losses.replicas = replicas.count
+
         with first_components():
-            step = self._step = ModelStep(
+            self._step = ModelStep(
                 model, outputs, losses, metrics, optimizer, options, options.uses_xla
             )
             self._seeds = model.seeds
-        self.objective, self.cycle, self.running = step.objective, step.cycle, step.running
+        self.objective = self._step.objective
+        self.cycle = self._step.cycle
+        self.running = self._step.running
         self._statistics = [v for v in self.objective.state if v.dtype.is_floating]
         self._length_known = True
-        self._accumulate, self._finish, self._sum, self._total, self._count = (
-            ReplicaProgram(function, replicas, self.objective.options.uses_xla, scope=self._alone)
-            for function in (
-                self._accumulated,
-                self._finished,
-                self._summed,
-                self._totalled,
-                self.objective.count_stacked,
-            )
-        )
+
+        self._accumulate = self._make_replica_program(self._accumulated)
+        self._finish = self._make_replica_program(self._finished)
+        self._sum = self._make_replica_program(self._summed)
+        self._total = self._make_replica_program(self._totalled)
+        self._count = self._make_replica_program(self.objective.count_stacked)
         self._counter, self._executor, self._evaluator = make_programs(
             (self._count_on_all, self._execute_on_all, self._evaluate_on_all), jit_compile=False
         )
@@ -131,26 +131,30 @@ class ReplicatedStep(Step):
         self._evaluator.admit = functools.partial(
             self._admit_graph, [self._sum, self._total], False
         )
-        # The logical devices of a host share its memory.
-        self.sharing = len(replicas.devices) if "CPU" in replicas.devices[0] else 1
+        is_on_host = "CPU" in replicas.devices[0]
+        self.sharing = len(replicas.devices) if is_on_host else 1  # logical devices share memory
+
+    def _make_replica_program(self, function: Callable[..., object]) -> ReplicaProgram:
+        """Makes a program of a function that computes for one replica."""
+        uses_xla = self.objective.options.uses_xla
+        return ReplicaProgram(function, self._replicas, uses_xla, scope=self._alone)
 
     def _mirror_weights(self, losses: Losses) -> None:
         """Gives the variables among the weights of losses a component on every replica."""
         variables = losses.weight_variables
-        plain = [
-            v.name for v in variables if isinstance(v, tf.Variable) and not self._replicas.holds(v)
-        ]
-        if plain:
+        outside = []
+        for variable in variables:
+            if isinstance(variable, tf.Variable) and not self._replicas.holds(variable):
+                outside.append(variable.name)
+        if outside:
             raise ValueError(
-                f"loss_weights holds {plain}, made outside the strategy's scope: make it inside, "
+                f"loss_weights holds {outside}, made outside the strategy's scope: make it inside, "
                 "or a keras.Variable."
             )
         self._replicas.mirror([v for v in variables if isinstance(v, keras.Variable)])
 
     def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
-        """Makes the slots, and gives all of the optimizer's variables a component on every
-        replica.
-        """
+        """Makes the slots, and gives each optimizer variable a component on every replica."""
         if not optimizer.optimizer.built:
             with self._replicas.strategy.scope():
                 optimizer.optimizer.build(model.trainable_variables)
@@ -163,41 +167,47 @@ class ReplicatedStep(Step):
         return [self._finish]
 
     def _alone(self) -> AbstractContextManager[None]:
-        """Keeps the optimizers inside the block from reducing, or updating on other devices, in a
-        replica's trace.
+        """Lets the optimizers inside the block compute for the traced replica alone.
+
+        They neither reduce gradients nor update variables on other devices.
         """
-        return replaced(
-            [
-                (part, private.optimizer_strategy.name, tf.distribute.get_strategy())
-                for part in self._optimizers
-            ]
-        )
+        no_strategy = []
+        for part in self._optimizers:
+            name = private.optimizer_strategy.name
+            no_strategy.append((part, name, tf.distribute.get_strategy()))
+        return replaced(no_strategy)
 
     # On one replica, compiled.
 
     def _accumulated(
         self, replica: tf.Tensor, counts: tf.Tensor | None, *stacks: Batch
-    ) -> tuple[Shared, Own]:
-        """Returns the sums that replicas add up, and the state that this replica keeps for the end
-        of the step.
-        """
-        objective, count = self.objective, self._replicas.count
-        state = [v.read_value() for v in objective.state]  # before seeds are the replica's own
-        with self._metrics_from_zero() as reached, self._own_masks(replica):
-            sums = self.cycle.accumulate(
-                *stacks, counts=None if counts is None else tf.unstack(counts)
-            )
+    ) -> tuple[Shared, LocalValues]:
+        """Returns the sums that replicas add up, and what this replica keeps to itself."""
+        objective = self.objective
+        state = [v.read_value() for v in objective.state]  # before the replica offsets its seeds
+        with self._metrics_from_zero() as metric_values, self._own_masks(replica):
+            denominators = None
+            if counts is not None:
+                denominators = tf.unstack(counts)
+            sums = self.cycle.accumulate(*stacks, counts=denominators)
+
         # The stacks of workers may differ in size, and so may what the scale was divided by.
-        typical = objective.typical_weight(stacks)
+        typical_weight = objective.typical_weight(stacks)
+        gradients: list[tf.Tensor | None] = []
+        for gradient in sums.gradients:
+            if gradient is not None:
+                gradient = gradient * tf.constant(typical_weight, gradient.dtype)
+            gradients.append(gradient)
+
+        count = self._replicas.count
+        statistics = [tf.cast(v.read_value(), tf.float32) / count for v in self._statistics]
         shared = {
-            "gradients": [
-                None if g is None else g * tf.constant(typical, g.dtype) for g in sums.gradients
-            ],
-            "statistics": [tf.cast(v.read_value(), tf.float32) / count for v in self._statistics],
+            "gradients": gradients,
+            "statistics": statistics,
             "loss_sum": sums.loss_sum,
             "weight_sum": sums.weight_sum,
             "rows": objective.rows(stacks),
-            **self._common(reached),
+            **self._common(metric_values),
         }
         return shared, {"state": state, "seen": self.running.index_checks.seen()}
 
@@ -205,7 +215,12 @@ class ReplicatedStep(Step):
         """Returns the sums over all replicas as the cycle takes them."""
         scale = self.cycle.loss_scale.scale()
         return Accumulated(
-            shared["gradients"], shared["loss_sum"], shared["weight_sum"], scale, state, {}
+            gradients=shared["gradients"],
+            loss_sum=shared["loss_sum"],
+            weight_sum=shared["weight_sum"],
+            scale=scale,
+            state=state,
+            looked_up={},
         )
 
     def _finished(
@@ -215,59 +230,62 @@ class ReplicatedStep(Step):
         for variable, mean in zip(self._statistics, shared["statistics"], strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
         sums = self.accumulated(shared, state)
-        result = self.cycle.finish(
-            sums, tf.equal(shared["working"], float(self._replicas.count)) & in_range, share
-        )
+        all_have_data = tf.equal(shared["working"], float(self._replicas.count))
+        result = self.cycle.finish(sums, all_have_data & in_range, share)
         result = self.running.add_step(sums.scale, result, shared["rows"])
         return self.running.report(result, fine=in_range), shared["working"]
 
     def _summed(self, *stacks: Batch) -> tuple[Shared, tf.Tensor]:
-        with self._metrics_from_zero() as reached:
+        with self._metrics_from_zero() as metric_values:
             sums = self.objective.evaluate(*stacks)
-        return {"sums": sums, **self._common(reached)}, self.running.index_checks.seen()
+        shared = {"sums": sums, **self._common(metric_values)}
+        return shared, self.running.index_checks.seen()
 
     def _totalled(
         self, shared: Shared, seen: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         return shared["sums"], self._take_over(shared, seen), shared["working"]
 
-    def _common(self, reached: list[tf.Tensor]) -> Shared:
-        """Returns what train steps and evaluations add up: metrics, and counts of replicas at work
-        and in range.
+    def _common(self, metric_values: list[tf.Tensor]) -> Shared:
+        """Returns what both train steps and evaluations add up.
+
+        These are the metrics, the count of replicas whose indices are in range, and the count of
+        replicas that are at work.
         """
         in_range = self.running.index_checks.in_range()
         return {
-            "metrics": reached,
+            "metrics": metric_values,
             "in_range": tf.cast(in_range, tf.float32),
             "working": tf.constant(1.0),
         }
 
     def _take_over(self, shared: Shared, seen: tf.Tensor) -> tf.Tensor:
         """Updates metrics and index checks; returns if every replica's indices are in range."""
-        for variable, value in zip(
-            self.running.micro_batch_variables, shared["metrics"], strict=True
-        ):
+        variables = self.running.micro_batch_variables
+        for variable, value in zip(variables, shared["metrics"], strict=True):
             variable.assign(variable + tf.cast(value, variable.dtype))
         self.running.index_checks.assign(seen)
         return tf.equal(shared["in_range"], shared["working"])
 
     @contextlib.contextmanager
     def _metrics_from_zero(self) -> Iterator[list[tf.Tensor]]:
-        """Starts the metrics from zero inside the block, and yields a list that gets their values
-        at its end.
+        """Starts the metrics from zero inside the block.
+
+        Yields a list that gets the values of the metrics as the block ends.
         """
         variables = self.running.micro_batch_variables
         with restored(variables):
             for variable in variables:
                 variable.assign(tf.zeros_like(variable))
-            reached: list[tf.Tensor] = []
-            yield reached
-            reached += [v.read_value() for v in variables]
+            metric_values: list[tf.Tensor] = []
+            yield metric_values
+            metric_values += [v.read_value() for v in variables]
 
     @contextlib.contextmanager
     def _own_masks(self, replica: tf.Tensor) -> Iterator[None]:
-        """Offsets random seeds by the replica inside the block; outside all share the seeds that
-        are saved.
+        """Offsets the random seeds by the replica inside the block.
+
+        Outside the block all replicas share the seeds that are saved.
         """
         for seed in self._seeds:
             seed.assign_add(_offset(seed, replica))
@@ -283,56 +301,67 @@ class ReplicatedStep(Step):
         return self._replicas.all_reduce([count(i, *shard) for i, shard in enumerate(shards)])
 
     def _execute_on_all(self, counts: list, *stacks: Batch) -> tuple[Executed, tf.Tensor]:
-        replicas, shards = self._replicas, self._shards(stacks)
+        replicas = self._replicas
+        shards = self._shards(stacks)
         accumulate = self._accumulate(replicas.ids[0], counts[0], *shards[0])
         ends = self._trace_ends(*accumulate.outputs)
         replicas.synchronize()
-        # The gradient of a tf.py_function is that of its last call, which is to be the same
-        # replica's: one by one.
-        calls_python = not self.objective.options.uses_xla and list_python_calls(
-            accumulate.concrete.graph
-        )
-        sums: list[tuple[Shared, Own]] = []
-        for i, (replica, count, shard) in enumerate(zip(replicas.ids, counts, shards, strict=True)):
-            before = tf.nest.flatten(sums) if calls_python else []
-            with tf.control_dependencies([t for t in before if t is not None]):
-                sums.append(accumulate(i, replica, count, *shard))
-        executed, *_ = self._run_ends(ends, sums)
-        return executed
 
-    def _trace_ends(self, shared: Shared, own: Own) -> list[TracedProgram]:
+        # The gradient of a tf.py_function is that of its last call, which must be the same
+        # replica's. Replicas whose programs call Python therefore run one after the other.
+        runs_in_turn = False
+        if not self.objective.options.uses_xla:
+            runs_in_turn = bool(list_python_calls(accumulate.concrete.graph))
+        sums: list[tuple[Shared, LocalValues]] = []
+        for i, (replica, count, shard) in enumerate(zip(replicas.ids, counts, shards, strict=True)):
+            earlier = []
+            if runs_in_turn:
+                earlier = [tensor for tensor in tf.nest.flatten(sums) if tensor is not None]
+            with tf.control_dependencies(earlier):
+                sums.append(accumulate(i, replica, count, *shard))
+        executed_by_replica = self._run_ends(ends, sums)
+        return executed_by_replica[0]  # all replicas finish with the same numbers
+
+    def _trace_ends(self, shared: Shared, local: LocalValues) -> list[TracedProgram]:
         """Traces the programs of `_ends` for the specs of what `_accumulated` returns."""
-        return [self._finish(shared, own["state"], own["seen"])]
+        return [self._finish(shared, local["state"], local["seen"])]
 
     def _run_ends(
-        self, ends: list[TracedProgram], sums: list[tuple[Shared, Own]]
+        self, ends: list[TracedProgram], sums: list[tuple[Shared, LocalValues]]
     ) -> list[tuple[Executed, tf.Tensor]]:
         """Reduces what each local replica has accumulated, and ends the step on each."""
         (finish,) = ends
         totals = self._replicas.all_reduce([shared for shared, _ in sums])
-        seen = widest([own["seen"] for _, own in sums])
-        given = enumerate(zip(totals, sums, strict=True))
-        return [finish(i, total, own["state"], seen) for i, (total, (_, own)) in given]
+        seen = widest([local["seen"] for _, local in sums])
+        results = []
+        for i, (total, (_, local)) in enumerate(zip(totals, sums, strict=True)):
+            results.append(finish(i, total, local["state"], seen))
+        return results
 
     def _evaluate_on_all(
         self, *stacks: Batch
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor, tf.Tensor]:
-        replicas, shards = self._replicas, self._shards(stacks)
-        sums = self._sum(*shards[0])
-        total = self._total(*sums.outputs)
+        replicas = self._replicas
+        shards = self._shards(stacks)
+        sum_shard = self._sum(*shards[0])
+        total = self._total(*sum_shard.outputs)
         replicas.synchronize()
-        parts = [sums(i, *shard) for i, shard in enumerate(shards)]
-        seen = widest([seen for _, seen in parts])
-        # The others' metrics are synchronized before the next step.
-        return *total(0, replicas.all_reduce([shared for shared, _ in parts])[0], seen), seen
+
+        results = [sum_shard(i, *shard) for i, shard in enumerate(shards)]
+        seen = widest([seen for _, seen in results])
+        totals = replicas.all_reduce([shared for shared, _ in results])
+        # Only the first replica takes the totals over. The next step synchronizes the metrics of
+        # the others before it begins.
+        sums, in_range, working = total(0, totals[0], seen)
+        return sums, in_range, working, seen
 
     def _shards(self, stacks: Sequence[Batch]) -> list[list[Batch]]:
         """Splits the rows of the stacks by local replica."""
         count = len(self._replicas.devices)
-        return [
-            [tf.nest.map_structure(lambda t, i=i: tf.split(t, count, 1)[i], s) for s in stacks]
-            for i in range(count)
-        ]
+        shards = []
+        for i in range(count):
+            shards.append([_shard(stack, i, count) for stack in stacks])
+        return shards
 
     # Called by the host.
 
@@ -348,8 +377,9 @@ class ReplicatedStep(Step):
 
     @property
     def advice(self) -> list[str]:
-        said = "shard_optimizer=True leaves each device its share of the optimizer's slots."
-        return [said] * (self._replicas.count > 1)
+        if self._replicas.count <= 1:
+            return []
+        return ["shard_optimizer=True leaves each device its share of the optimizer's slots."]
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -360,20 +390,40 @@ class ReplicatedStep(Step):
     ) -> AbstractContextManager[None]:
         """Admits a replica's programs with the first run of the graph that calls them."""
         stacks, _ = graph.structured_input_signature
-        captured = [
-            handle for each in programs for own in each.last.captured.values() for handle in own
-        ]
-        concrete = [each.last.concrete for each in programs if 0 in each.last.captured]
-        dispatch = Dispatch(stacks[1:] if training else stacks)
-        is_compiled = self.objective.options.uses_xla
-        return self._admit(
-            FirstRun(concrete, captured, dispatch, training, is_compiled=is_compiled)
+        if training:
+            stacks = stacks[1:]  # without the counts of `_execute_on_all`
+
+        captured = []
+        on_first_replica = []
+        for program in programs:
+            traced = program.last
+            for handles in traced.captured.values():
+                captured += handles
+            if 0 in traced.captured:
+                on_first_replica.append(traced.concrete)
+
+        run = FirstRun(
+            on_first_replica,
+            captured,
+            Dispatch(stacks),
+            training,
+            is_compiled=self.objective.options.uses_xla,
         )
+        return self._admit(run)
 
     def retrace(self) -> None:
         self._step.retrace()
-        on_one = self._accumulate, self._sum, self._total, self._count
-        for program in (*on_one, *self._ends, self._counter, self._executor, self._evaluator):
+        programs = [
+            self._accumulate,
+            self._sum,
+            self._total,
+            self._count,
+            *self._ends,
+            self._counter,
+            self._executor,
+            self._evaluator,
+        ]
+        for program in programs:
             program.retrace()
 
     @property
@@ -381,28 +431,36 @@ class ReplicatedStep(Step):
         return [self._accumulate, *self._ends, self._count]
 
     def _dispatch(self, dispatch: Dispatch) -> Executed:
-        # The collective cannot be in a compiled loop, and steps that only pad the dispatch are left
-        # out.
+        # The host loops over the steps, since no compiled loop can hold the collective. Steps that
+        # only pad the dispatch are left out.
         for stacks in self._steps(dispatch):
-            several = self.objective.has_several_terms
+            has_several_terms = self.objective.has_several_terms
             with self._replicas.in_step("run"):
-                counts = self._counter(*stacks) if several else [None] * len(self._replicas.devices)
+                counts = [None] * len(self._replicas.devices)
+                if has_several_terms:
+                    counts = self._counter(*stacks)
                 executed, working = self._executor(counts, *stacks)
             self._require_all(working)
         return executed
 
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
-        shards, first = len(self._replicas.devices), int(dispatch.is_multi_step)
+        shards = len(self._replicas.devices)
 
-        def shard(t: tf.Tensor | tf.TensorSpec) -> tf.TensorSpec:
-            micro_batches, rows, *inner = t.shape[first:]
-            return tf.TensorSpec([micro_batches, rows // shards, *inner], t.dtype)
+        def shard_spec(tensor: tf.Tensor | tf.TensorSpec) -> tf.TensorSpec:
+            shape = tensor.shape
+            if dispatch.is_multi_step:
+                shape = shape[1:]
+            micro_batches, rows, *row_shape = shape
+            return tf.TensorSpec([micro_batches, rows // shards, *row_shape], tensor.dtype)
 
-        stacks = tf.nest.map_structure(shard, dispatch.stacks)
-        counts = self._count(*stacks).outputs if self.objective.has_several_terms else None
+        stacks = tf.nest.map_structure(shard_spec, dispatch.stacks)
+        counts = None
+        if self.objective.has_several_terms:
+            counts = self._count(*stacks).outputs
         accumulate = self._accumulate(self._replicas.ids[0], counts, *stacks)
         ends = self._trace_ends(*accumulate.outputs)
-        return [accumulate.concrete, *(each.concrete for each in ends if 0 in each.captured)]
+        ends_on_first_replica = [end.concrete for end in ends if 0 in end.captured]
+        return [accumulate.concrete, *ends_on_first_replica]
 
     def _evaluate_dispatch(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
         with self._replicas.in_step("evaluation"):
@@ -411,19 +469,21 @@ class ReplicatedStep(Step):
         return sums, lambda: self._require_in_range(seen, in_range)
 
     def _require(self, executed: Executed, dispatch: Dispatch) -> None:
-        with self._replicas.in_step("outcome"):  # on a GPU it is here that it waits
+        replicas = self._replicas
+        with replicas.in_step("outcome"):  # on a GPU it is here that it waits
             if executed.fine:
                 return
-        replicas, place = self._replicas, ""
+
+        place = ""
         if replicas.workers > 1:
             place = (
                 f"Among the rows of worker {replicas.worker} of {replicas.workers} (what is "
                 "wrong may be among another's: see its error): "
             )
         if dispatch.is_multi_step:
-            dispatch = dispatch._replace(
-                stacks=tf.nest.map_structure(lambda t: t[: dispatch.steps], dispatch.stacks)
-            )
+            steps = dispatch.steps
+            stacks = tf.nest.map_structure(lambda t: t[:steps], dispatch.stacks)
+            dispatch = dispatch._replace(stacks=stacks)
         with first_components():
             self._step._require(executed, dispatch, place)
         self._require_in_range(executed.indices, False)
@@ -433,8 +493,8 @@ class ReplicatedStep(Step):
             yield dispatch.stacks
             return
         (stack,) = dispatch.stacks
-        for i in range(dispatch.steps):
-            yield [tf.nest.map_structure(lambda t, i=i: t[i], stack)]
+        for step in range(dispatch.steps):
+            yield [tf.nest.map_structure(lambda t, step=step: t[step], stack)]
 
     def _require_in_range(self, seen: tf.Tensor, in_range: tf.Tensor | bool) -> None:
         self.running.index_checks.require(seen)
@@ -452,51 +512,58 @@ class ReplicatedStep(Step):
         if self._replicas.workers == 1:
             yield from dispatches
             return
-        known = stacks.steps_per_epoch
-        if self.holders and training and not known:
+        steps_per_epoch = stacks.steps_per_epoch
+        if self.holders and training and not steps_per_epoch:
             raise ValueError(
                 "Workers that share slots out need data of known length: pass steps_per_epoch."
             )
         if training:
-            rates = [
-                tf.convert_to_tensor(raw(each.learning_rate)).numpy().item()
-                for each in self._optimizers
-            ]
-            advice = "Give a callback that sets it to all, or to none."
-            self._replicas.require_same(
-                advice, **{f"learning_rate{i or ''}": rate for i, rate in enumerate(rates)}
-            )
+            self._require_same_rates()
         first = next(dispatches)
         self._replicas.require_same(
             f"Every worker must be given the same {stacks.what}, in the same order (a shuffle "
             "needs a seed), with the same batch_size and gradient_accumulation_steps; or a "
             "dataset of its own, with as many batches as the others', under auto_shard_policy "
             "OFF.",
-            steps_in_a_pass=known or 0,
+            steps_in_a_pass=steps_per_epoch or 0,
             gradient_accumulation_steps=stacks.layout.accumulation,
             data=stacks.checksum(),
         )
-        before, self._length_known = self._length_known, bool(known)
+
+        length_known_before = self._length_known
+        self._length_known = bool(steps_per_epoch)
         try:
             yield from itertools.chain([first], dispatches)
-            if not known and (
-                others := self._without_data(self._accumulate if training else self._sum)
-            ):
-                raise self._apart(others)
+            if not steps_per_epoch:
+                program = self._accumulate if training else self._sum
+                working = self._without_data(program)
+                if working:
+                    raise self._apart(working)
         finally:
-            self._length_known = before
+            self._length_known = length_known_before
+
+    def _require_same_rates(self) -> None:
+        """Raises WorkersDifferError on every worker if the workers differ in a learning rate."""
+        rates = {}
+        for number, optimizer in enumerate(self._optimizers):
+            suffix = "" if number == 0 else str(number)
+            rate = tf.convert_to_tensor(raw(optimizer.learning_rate))
+            rates[f"learning_rate{suffix}"] = rate.numpy().item()
+        self._replicas.require_same(
+            "Give a callback that sets it to all, or to none.",
+            **rates,
+        )
 
     def _without_data(self, program: ReplicaProgram) -> int:
         """Takes part in a round without data; returns how many replicas had some."""
         shared, _ = program.last.outputs
-        nothing = tf.nest.map_structure(
-            lambda s: None if s is None else tf.zeros(s.shape, s.dtype), shared
-        )
-        return int(self._replicas.all_reduce([nothing] * len(self._replicas.devices))[0]["working"])
+        zeros = tf.nest.map_structure(_zeros, shared)
+        totals = self._replicas.all_reduce([zeros] * len(self._replicas.devices))
+        return int(totals[0]["working"])
 
     def _require_all(self, working: tf.Tensor) -> None:
-        # Waits for the step, so only where a worker's data may have ended: it does not come to the
-        # next one.
+        # Reading `working` waits for the step, so this does so only where the data of a worker may
+        # have ended. Such a worker does not come to the next step.
         if not self._length_known and int(working) < self._replicas.count:
             raise self._apart(int(working))
 
@@ -514,8 +581,17 @@ def widest(seen: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.stack([tf.reduce_min(low, 0), tf.reduce_max(high, 0)], -1)
 
 
+def _shard(stack: Batch, index: int, count: int) -> Batch:
+    """Takes one of `count` equal shards of a stack's rows."""
+    return tf.nest.map_structure(lambda t: tf.split(t, count, 1)[index], stack)
+
+
+def _zeros(spec: tf.TensorSpec | None) -> tf.Tensor | None:
+    return None if spec is None else tf.zeros(spec.shape, spec.dtype)
+
+
 def _offset(seed: tf.Variable, replica: tf.Tensor) -> tf.Tensor:
-    own = tf.cast(replica * SEED_STRIDE, seed.dtype)
-    return tf.one_hot(
-        0, seed.shape[0], on_value=own, off_value=tf.zeros([], seed.dtype), dtype=seed.dtype
-    )
+    """Returns what a replica adds to a seed: a multiple of SEED_STRIDE, to its first number."""
+    offset = tf.cast(replica * SEED_STRIDE, seed.dtype)
+    zero = tf.zeros([], seed.dtype)
+    return tf.one_hot(0, seed.shape[0], on_value=offset, off_value=zero, dtype=seed.dtype)

@@ -16,7 +16,7 @@ from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.distribute import deal
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
-from fastaccum.distribute.replicated_step import Own, ReplicatedStep, Shared, widest
+from fastaccum.distribute.replicated_step import LocalValues, ReplicatedStep, Shared, widest
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import Share
 
@@ -116,7 +116,7 @@ class ShardedStep(ReplicatedStep):
     def _ends(self) -> list[ReplicaProgram]:
         return [program for owner in self._owners for program in (owner.measure, owner.finish)]
 
-    def _trace_ends(self, shared: Shared, own: Own) -> list[TracedProgram]:
+    def _trace_ends(self, shared: Shared, own: LocalValues) -> list[TracedProgram]:
         squares, specs = tf.TensorSpec([len(self._trained)], tf.float32), shared["gradients"]
         traced = []
         for replica, places in enumerate(self._owned):
@@ -135,7 +135,7 @@ class ShardedStep(ReplicatedStep):
         return traced
 
     def _run_ends(
-        self, ends: list[TracedProgram], sums: list[tuple[Shared, Own]]
+        self, ends: list[TracedProgram], sums: list[tuple[Shared, LocalValues]]
     ) -> list[tuple[Executed, tf.Tensor]]:
         replicas = self._replicas
         seen = widest([own["seen"] for _, own in sums])
