@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import platform
 import re
 import sys
@@ -22,7 +20,7 @@ from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.data.source import Stacks
 
 Json = dict[str, Any]  # an object of JSON
-# By which Keras tells apart what one process made: another process counts anew.
+# The numbers by which Keras tells apart what one process made. Another process counts anew.
 NUMBER = r"_\d+(?=[_/]|$)"
 
 
@@ -31,7 +29,7 @@ class WorkerLostError(RuntimeError):
 
 
 class Workers(Protocol):
-    """The workers that train together: `Replicas`, of a room above."""
+    """The workers that train together; `Replicas`, of a package above, implements it."""
 
     worker: int
     workers: int
@@ -76,8 +74,7 @@ class ChangesOfTraining:
 
     A loss may append to a list of its own, and a callback may anneal an attribute of a layer. A
     checkpoint holds the description without such changes, as a new process begins without them.
-    What a program changes between two fits
-    stays in: that is another training.
+    What a program changes between two fits stays in: that is another training.
     """
 
     def __init__(self) -> None:
@@ -86,95 +83,105 @@ class ChangesOfTraining:
 
     def begin(self, describe: Callable[[], Json]) -> Json:
         """Returns the description of a fit that begins."""
-        self._describe, self._beginning = describe, _undo(describe(), self._end, self._start)
+        self._beginning = _undo(describe(), self._end, self._start)
+        self._describe = describe
         return self._beginning
 
     def end(self) -> None:
         """Notes what the fit that began last has changed."""
-        self._start, self._end = self._beginning, self._describe()
+        end = self._describe()
+        self._start = self._beginning
+        self._end = end
 
 
 def _undo(now: Any, end: Any, start: Any) -> Any:
     """Returns `now` with what `start` has, where `now` is as in `end`."""
     if now == end:
         return start
-    if not all(isinstance(each, dict) for each in (now, end, start)):
+    if not (isinstance(now, dict) and isinstance(end, dict) and isinstance(start, dict)):
         return now
-    both = now.keys() & start.keys()
-    return {
-        name: _undo(now[name], end.get(name), start[name])
-        if name in both
-        else {**now, **start}[name]
-        for name in dict.fromkeys([*start, *now])
-        if name in both or name not in end
-    }
+
+    undone = {}
+    for name in dict.fromkeys([*start, *now]):
+        if name in now and name in start:
+            undone[name] = _undo(now[name], end.get(name), start[name])
+        elif name in end:
+            continue  # training added the item, or a program removed it after the fit
+        elif name in now:
+            undone[name] = now[name]  # a program added it after the fit
+        else:
+            undone[name] = start[name]  # training removed it
+    return undone
 
 
 def plain(value: object) -> Any:
-    """Converts `value` for JSON: numbers to Python's, arrays to lists, anything unknown to its
-    type's name.
+    """Converts `value` for JSON.
+
+    Numbers become Python's and arrays become lists; the name of its type stands for anything
+    unknown.
     """
     if isinstance(value, (np.generic, np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
         return np.asarray(value).tolist()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (set, frozenset)):  # whose order is another in each process
-        return sorted((plain(each) for each in value), key=repr)
-    return (
-        [plain(each) for each in value]
-        if isinstance(value, (list, tuple))
-        else type(value).__name__
-    )
+        return sorted((plain(item) for item in value), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return type(value).__name__
 
 
 def name_variables(
     groups: Mapping[str, Sequence[tf.Variable | keras.Variable]],
 ) -> dict[str, dict[str, tf.Variable]]:
     """Names each group's variables, once each, alike in every process."""
-    found: dict[str, dict[str, tf.Variable]] = {group: {} for group in groups}
+    named_groups: dict[str, dict[str, tf.Variable]] = {}
     for group, variables in groups.items():
+        named: dict[str, tf.Variable] = {}
         seen = set()
         for variable in variables:
-            own = raw(variable)
-            if id(own) not in seen:
-                seen.add(id(own))
-                path = getattr(variable, "path", None) or own.name
-                found[group][free_name(path.split(":")[0], found[group])] = own
-    return found
+            tf_variable = raw(variable)
+            if id(tf_variable) in seen:
+                continue
+            seen.add(id(tf_variable))
+            path = getattr(variable, "path", None) or tf_variable.name
+            named[free_name(path.split(":")[0], named)] = tf_variable
+        named_groups[group] = named
+    return named_groups
 
 
 def free_name(path: str, taken: Container[str]) -> str:
-    """Returns `path` without numbers, or with the first of -2, -3, ... that makes it another than
-    those taken.
-    """
-    same = re.sub(NUMBER, "", path)
-    names = itertools.chain([same], (f"{same}-{number}" for number in itertools.count(2)))
-    return next(name for name in names if name not in taken)
+    """Returns `path` without Keras's numbers; if that is taken, with the first free -2, -3, ..."""
+    without_numbers = re.sub(NUMBER, "", path)
+    name = without_numbers
+    number = 2
+    while name in taken:
+        name = f"{without_numbers}-{number}"
+        number += 1
+    return name
 
 
 def checksums(groups: Mapping[str, Sequence[tf.Variable | keras.Variable]]) -> Json:
-    """Returns checksums of the model's and the optimizer's variables, by name; a single number
-    stands for itself.
+    """Returns checksums of the model's and the optimizer's variables, by name.
+
+    A single number stands for itself.
     """
-    read = {
-        f"{group}/{name}": np.array(variable.read_value())
-        for group, named in name_variables(
-            {group: groups[group] for group in ("model", "optimizer")}
-        ).items()
-        for name, variable in named.items()
-    }
-    return {
-        name: own.item() if own.size == 1 else zlib.crc32(own.tobytes())
-        for name, own in read.items()
-    }
+    named_groups = name_variables({"model": groups["model"], "optimizer": groups["optimizer"]})
+    sums = {}
+    for group, named in named_groups.items():
+        for name, variable in named.items():
+            array = np.array(variable.read_value())
+            if array.size == 1:
+                sums[f"{group}/{name}"] = array.item()
+            else:
+                sums[f"{group}/{name}"] = zlib.crc32(array.tobytes())
+    return sums
 
 
 def versions() -> dict[str, str]:
-    """Returns what a training's bits depend on: the versions of packages, and whether TensorFlow
-    uses oneDNN.
-    """
+    """Returns the versions that a training's bits depend on, and if TensorFlow uses oneDNN."""
     packages = {
         name: sys.modules[name].__version__
         for name in ("tensorflow", "keras", "numpy", "fastaccum")
@@ -189,69 +196,104 @@ def versions() -> dict[str, str]:
 def differences(
     saved: object, now: object, path: str = "", words: str = "{} was saved, now {}"
 ) -> list[str]:
-    """Lists the items in which two descriptions differ, as "optimizer.learning_rate: 0.1 was saved,
-    now 0.2".
+    """Lists the items in which two descriptions differ.
+
+    An item is a line such as "optimizer.learning_rate: 0.1 was saved, now 0.2".
     """
     if isinstance(saved, dict) and isinstance(now, dict):
-        pairs = {
-            name: (saved.get(name, "nothing"), now.get(name, "nothing"))
-            for name in dict.fromkeys([*saved, *now])
-        }
-        before, after = pairs.get("class", (None, None))
-        if isinstance(before, str) and isinstance(after, str) and before != after:
-            pairs = {"class": (before, after)}  # whose other items say no more
-        found = [
-            line
-            for key, pair in pairs.items()
-            for line in differences(*pair, f"{path}.{key}".lstrip("."), words)
-        ]
-        ordered = path != "batch plan"  # whose entries also come from earlier fits
-        return found or (
-            [f"{path}: in another order"] if ordered and list(saved) != list(now) else []
-        )
-    if path.endswith(".code") and str(saved).split()[-1] != str(now).split()[-1]:
-        return []  # of another version of Python, whose bytecode says nothing
-    return [] if saved == now else [f"{path}: {words.format(_show(saved), _show(now))}"]
+        return _item_differences(saved, now, path, words)
+    if path.endswith(".code"):
+        python_then = str(saved).split()[-1]
+        python_now = str(now).split()[-1]
+        if python_then != python_now:
+            return []  # the bytecode of another version of Python says nothing
+    if saved == now:
+        return []
+    return [f"{path}: {words.format(_show(saved), _show(now))}"]
+
+
+def _item_differences(saved: Json, now: Json, path: str, words: str) -> list[str]:
+    """Lists the items in which two dicts of one path differ."""
+    names = list(dict.fromkeys([*saved, *now]))
+    class_then = saved.get("class", "nothing")
+    class_now = now.get("class", "nothing")
+    are_named = isinstance(class_then, str) and isinstance(class_now, str)
+    if are_named and class_then != class_now:
+        names = ["class"]  # the other items say no more
+
+    lines = []
+    for name in names:
+        item_path = f"{path}.{name}".lstrip(".")
+        item_then = saved.get(name, "nothing")
+        item_now = now.get(name, "nothing")
+        lines += differences(item_then, item_now, item_path, words)
+    if lines:
+        return lines
+
+    order_counts = path != "batch plan"  # whose entries also come from earlier fits
+    if order_counts and list(saved) != list(now):
+        return [f"{path}: in another order"]
+    return []
 
 
 def _show(value: object) -> str:
-    """Writes a value of a description; a float32, as learning rates are, without the digits of its
-    float64.
+    """Writes a value of a description.
+
+    A number that is a float32, as learning rates are, is written without the digits of its float64.
     """
-    if (
-        isinstance(value, float)
-        and abs(value) <= np.finfo(np.float32).max
-        and value == float(np.float32(value))
-    ):
-        return str(np.float32(value))
-    return value if isinstance(value, str) else repr(value)
+    if isinstance(value, float) and abs(value) <= np.finfo(np.float32).max:
+        single = np.float32(value)
+        if value == float(single):
+            return str(single)
+    if isinstance(value, str):
+        return value
+    return repr(value)
 
 
 def other_product(saved: Json, now: Mapping[str, int], wanted: int | None) -> str:
-    """Returns what to say of an update with another number of rows of arrays; "" where the number
-    is right.
+    """Returns what to say of an update with another number of rows of arrays than `wanted`.
+
+    Returns "" where the number is right.
     """
-    size, steps = now.get("batch_size"), now["gradient_accumulation_steps"]
+    size = now.get("batch_size")
+    steps = now["gradient_accumulation_steps"]
     if wanted is None or size is None:
         return ""
+
+    if wanted % size == 0:
+        fitting_size = size
+        fitting_steps = wanted // size
+    elif wanted % steps == 0:
+        fitting_size = wanted // steps
+        fitting_steps = steps
+    else:
+        fitting_size = wanted
+        fitting_steps = 1
     before = f"{saved['batch_size']} x {saved['gradient_accumulation_steps']}"
-    fitting = (size, wanted // size) if wanted % size == 0 else (wanted // steps, steps)
-    if math.prod(fitting) != wanted:
-        fitting = wanted, 1
     return (
         f"batch_size * gradient_accumulation_steps must be {wanted}, as saved ({before}), and is "
-        f"{size} x {steps}: batch_size={fitting[0]} with "
-        f"gradient_accumulation_steps={fitting[1]} would do"
+        f"{size} x {steps}: batch_size={fitting_size} with "
+        f"gradient_accumulation_steps={fitting_steps} would do"
     )
 
 
 def other_pieces(saved: Json, now: Mapping[str, int]) -> str:
     """Returns how two cuts differ, as "batch_size 8 x 4 instead of 16 x 2"."""
-    pairs = {name: (now[name], saved[name]) for name in now}
-    size, steps = pairs["batch_size"], pairs["gradient_accumulation_steps"]
-    if None not in size and (size[0] != size[1] or steps[0] != steps[1]):
-        del pairs["gradient_accumulation_steps"]
-        pairs["batch_size"] = tuple(f"{a} x {b}" for a, b in zip(size, steps, strict=True))  # type: ignore[assignment]
-    return ", ".join(
-        f"{name} {new} instead of {old}" for name, (new, old) in pairs.items() if new != old
-    )
+    values_then: Json = {name: saved[name] for name in now}
+    values_now: Json = dict(now)
+
+    size_then = values_then["batch_size"]
+    size_now = values_now["batch_size"]
+    steps_then = values_then["gradient_accumulation_steps"]
+    steps_now = values_now["gradient_accumulation_steps"]
+    have_sizes = size_then is not None and size_now is not None
+    if have_sizes and (size_now != size_then or steps_now != steps_then):
+        values_then["batch_size"] = f"{size_then} x {steps_then}"
+        values_now["batch_size"] = f"{size_now} x {steps_now}"
+        del values_now["gradient_accumulation_steps"]  # it is in the product
+
+    lines = []
+    for name, value in values_now.items():
+        if value != values_then[name]:
+            lines.append(f"{name} {value} instead of {values_then[name]}")
+    return ", ".join(lines)
