@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -30,16 +30,23 @@ from fastaccum.kernels.devices import has_gpu, has_op_determinism
 from fastaccum.lines import warn
 
 
+class _State(NamedTuple):
+    """A copy of all that a checkpoint holds."""
+
+    manifest: Json
+    tensors: dict[str, tf.Tensor | np.ndarray]  # by name
+
+
 class Saver:
     """Saves the state of a fit, and resumes it.
 
     The state is copied between two train steps and written by a thread, one write at a time. While
-    entered, SIGTERM
-    saves and then raises `Preempted`. Of several workers the chief alone writes, and all read: the
-        others go on after
-    SIGTERM for as long as the chief does, which would wait in vain for the one that had left. Where
-    workers have variables that no other has, each writes its own, and SIGTERM to one ends all after
-    the same step.
+    entered, SIGTERM saves and then raises `Preempted`.
+
+    Of several workers the chief alone writes, and all read. After SIGTERM the others go on for as
+    long as the chief does, which would wait in vain for a worker that had left. Where workers have
+    variables that no other has, each writes its own, and SIGTERM to one ends all after the same
+    step.
     """
 
     def __init__(
@@ -50,13 +57,17 @@ class Saver:
         resume: Collection[str] | str = (),
     ):
         self.keep = checks.whole_number("keep", keep)
-        self.every = None if every is None else checks.whole_number("checkpoint_every", every)
-        if directory is None and every is not None:
-            raise ValueError(f"checkpoint_every={every} needs a checkpoint_dir.")
+        self.every: int | None = None
+        if every is not None:
+            self.every = checks.whole_number("checkpoint_every", every)
+            if directory is None:
+                raise ValueError(f"checkpoint_every={every} needs a checkpoint_dir.")
         self.resumes_with = settings.names(resume)
         if directory is None and self.resumes_with:
             raise ValueError(f"resume={settings.show(self.resumes_with)} needs a checkpoint_dir.")
-        self.directory: Any = None if directory is None else _writable(directory)
+        self.directory: Any = None
+        if directory is not None:
+            self.directory = _writable(directory)
         self._lock = FolderLock(self.directory or "")
         self.stopped = False  # by a callback, of the fit that is resumed
         self._pieces = ""
@@ -66,12 +77,13 @@ class Saver:
         self.changed_constants = False  # among the settings, of programs that were traced before
         self._changes: list[Json] = []  # of settings, in this fit and in those before
         self._kept: set[str] = set()  # names of the variables whose values stay as they are now
-        self._done = self._saved = 0
+        self._done = 0  # train steps
+        self._saved = 0  # train steps that were done at the latest save
         self._cut_short = False  # of the epoch
         self._process = os.getpid()
         self._is_chief = True
         self._workers: Any = None
-        # names of the tensors that this worker alone has, where each has some
+        # Names of the tensors that this worker alone has, where each has some.
         self._own: Collection[str] = ()
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "fastaccum-checkpoint")
         self._write: concurrent.futures.Future | None = None
@@ -92,7 +104,7 @@ class Saver:
     def __exit__(
         self, kind: type | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # a forked child has no thread that writes
+        # A forked child has no thread that writes.
         if self.directory is None or os.getpid() != self._process:
             return
         self._note_changes()
@@ -116,113 +128,151 @@ class Saver:
     def resume(
         self, training: Callable[[], Training], first_epoch: int, epochs: int, verbose: str | int
     ) -> Position:
-        """Returns the position at which the last good checkpoint leaves off; the beginning without
-        one.
+        """Returns the position at which the last good checkpoint leaves off, or the beginning.
 
         Nothing was changed where it raises: no checkpoint is good, another fit works in the folder,
-            or the last good
-        checkpoint is of another training.
+        or the last good checkpoint is of another training.
         """
         self._position = Position(first_epoch, first_epoch)
         if self.directory is None:
             return self._position
-        self._training = fit = training()
+        fit = training()
+        self._training = fit
         settings.require_known(self.resumes_with, fit.description)
-        named = state.name_variables(fit.variables).items()
-        variables = {f"{group}/{name}": v for group, own in named for name, v in own.items()}
-        self._workers = workers = fit.workers
-        holders = {
-            name: fit.holders[id(v)] for name, v in variables.items() if id(v) in fit.holders
-        }
-        elsewhere = {name for name, holder in holders.items() if holder != self._workers.worker}
-        self._own = holders.keys() - elsewhere
-        self._variables = {name: v for name, v in variables.items() if name not in elsewhere}
+        elsewhere = self._collect_variables(fit)
         fit.stacks.track()
         callback_state.require_one_resume(fit.callbacks)
+
+        checkpoint = self._open_latest(elsewhere)
+        noted_rates: Json = {}
+        if checkpoint is not None:
+            same_training.require(checkpoint, fit, self.resumes_with)
+            noted_rates = checkpoint.manifest.get("rates", {})
+        self._note_changes = fit.note_changes
+        rate_variables = fit.settings.get(settings.RATE, ())
+        self._rates = settings.HookRates(rate_variables, fit.callbacks, noted_rates)
+        if checkpoint is None:
+            return self._position
+
+        checkpoint.warn_of_other_versions()
+        self._take_position(checkpoint, epochs)
+        self._resumed = checkpoint
+        self._done = checkpoint.step
+        self._saved = checkpoint.step
+        changes = self._take_settings()
+        callback_state.prepare(fit.callbacks)
+
+        if not self._complete(epochs):
+            _warn_of_lost_bits(fit.description["batch plan"]["jit_compile"], fit.unsaved_draws)
+        trained_epochs = self._position.epoch
+        if trained_epochs > epochs:
+            warn(
+                f"{checkpoint.path} has {trained_epochs} epochs, more than epochs={epochs}: all "
+                "are returned.",
+                UserWarning,
+            )
+        if verbose != 0:
+            print(self._describe_resumption(epochs, changes), flush=True)
+        return self._position
+
+    def _collect_variables(self, fit: Training) -> set[str]:
+        """Collects the variables that this worker saves; returns the names of those it has not."""
+        self._workers = fit.workers
+        self._variables: dict[str, tf.Variable] = {}
+        here_alone = set()
+        elsewhere = set()
+        for group, named in state.name_variables(fit.variables).items():
+            for name_in_group, variable in named.items():
+                name = f"{group}/{name_in_group}"
+                holder = fit.holders.get(id(variable))
+                if holder is not None and holder != self._workers.worker:
+                    elsewhere.add(name)
+                    continue
+                self._variables[name] = variable
+                if holder is not None:
+                    here_alone.add(name)
+        self._own = here_alone
+        return elsewhere
+
+    def _open_latest(self, elsewhere: set[str]) -> store.Checkpoint | None:
+        """Takes the folder for this fit, and reads its last good checkpoint, if it has one."""
+        workers = self._workers
         if workers is not None:
             self._is_chief = workers.is_chief
-            # waits for an earlier fit's last save
-            self._fit = f"{workers.gather([secrets.randbits(32)])[0][0]:08x}"
+            # Waits for the last save of an earlier fit.
+            numbers_of_workers = workers.gather([secrets.randbits(32)])
+            (number_of_chief,) = numbers_of_workers[0]
+            self._fit = f"{number_of_chief:08x}"
         if self._is_chief:
             self._lock.acquire()
             store.remove_leftovers(self.directory)
-        found = store.latest(self.directory)
-        self._tensors = {} if found is None else found.tensors(without=elsewhere)
+
+        checkpoint = store.latest(self.directory)
+        self._tensors = {}
+        step = -1  # stands for "no checkpoint" among the workers
+        if checkpoint is not None:
+            self._tensors = checkpoint.tensors(without=elsewhere)
+            step = checkpoint.step
         if workers is not None:
-            # Also holds the chief back, whose next checkpoint may take the place of the one that
-            # others still read.
-            step = -1 if found is None else found.step
+            # This also holds the chief back, whose next checkpoint may take the place of the one
+            # that others still read.
             workers.require_same(
                 "All must see the same checkpoint_dir, on a disk that they share.", checkpoint=step
             )
-        if found is not None:
-            same_training.require(found, fit, self.resumes_with)
-        self._note_changes = fit.note_changes
-        noted = {} if found is None else found.manifest.get("rates", {})
-        self._rates = settings.HookRates(fit.settings.get(settings.RATE, ()), fit.callbacks, noted)
-        if found is None:
-            return self._position
-        found.warn_of_other_versions()
-        progress, data = found.manifest["progress"], found.manifest["data"]
+        return checkpoint
+
+    def _take_position(self, checkpoint: store.Checkpoint, epochs: int) -> None:
+        """Takes the place in the epochs and in the data from a checkpoint."""
+        fit = self._training
+        progress = checkpoint.manifest["progress"]
+        data = checkpoint.manifest["data"]
+        cut = checkpoint.manifest["cut"]
         self._position = Position(
             progress["first_epoch"], progress["epoch"], progress["step_in_epoch"]
         )
         self.stopped = progress["stopped"]
-        self._pieces = state.other_pieces(found.manifest["cut"], fit.cut)
+        self._pieces = state.other_pieces(cut, fit.cut)
         if not self._pieces:
             fit.stacks.restore(data, self._of("data"))
-        elif not self._complete(epochs):
-            recut = any(
-                fit.cut[name] != found.manifest["cut"][name]
-                for name in fit.cut
-                if name != "replicas"
-            )
-            fit.stacks.find(data, self._pieces, recut)
-            if fit.split_sensitive_layers:
-                warn(
-                    f"Training goes on in other pieces ({self._pieces}), which "
-                    f"{', '.join(fit.split_sensitive_layers)} depend on: the numbers will not be "
-                    "those of the uninterrupted training."
-                )
-        self._resumed = found
-        self._done = self._saved = found.step
-        changes = self._take_settings()
-        callback_state.prepare(fit.callbacks)
-        if not self._complete(epochs):
-            _warn_of_lost_bits(fit.description["batch plan"]["jit_compile"], fit.unsaved_draws)
-        if (trained := self._position.epoch) > epochs:
+            return
+        if self._complete(epochs):
+            return
+
+        recut = any(fit.cut[name] != cut[name] for name in fit.cut if name != "replicas")
+        fit.stacks.find(data, self._pieces, recut)
+        if fit.split_sensitive_layers:
             warn(
-                f"{found.path} has {trained} epochs, more than epochs={epochs}: all are returned.",
-                UserWarning,
+                f"Training goes on in other pieces ({self._pieces}), which "
+                f"{', '.join(fit.split_sensitive_layers)} depend on: the numbers will not be "
+                "those of the uninterrupted training."
             )
-        if verbose != 0:
-            print(self._said(epochs, changes), flush=True)
-        return self._position
 
     def _take_settings(self) -> list[settings.Change]:
-        """Lists the settings that `resume` names and that differ from the saved ones, which are not
-        restored.
+        """Lists the settings that `resume` names and that differ from the saved ones.
+
+        These are not restored.
         """
-        fit, found = self._training, self._resumed
-        self._changes = [*found.changes]
+        fit = self._training
+        checkpoint = self._resumed
+        self._changes = [*checkpoint.changes]
         changes = settings.changes(
-            found.manifest["description"], fit.description, self.resumes_with
+            checkpoint.manifest["description"], fit.description, self.resumes_with
         )
         for change in changes:
             self._take(change)
         self.changed_constants = any(change.name not in fit.settings for change in changes)
         return changes
 
-    def _said(self, epochs: int, changes: Sequence[settings.Change]) -> str:
+    def _describe_resumption(self, epochs: int, changes: Sequence[settings.Change]) -> str:
+        """Writes the line that tells where the fit goes on."""
         _, epoch, step = self._position
         done = f"{self._done:,} train steps"
         if self._complete(epochs):
-            how = (
-                "a callback had ended it"
-                if self.stopped
-                else f"{epoch} epochs, of {epochs} asked for"
-            )
+            how = f"{epoch} epochs, of {epochs} asked for"
+            if self.stopped:
+                how = "a callback had ended it"
             return f"training was complete in {self._resumed.path}: {done}, {how}"
+
         text = (
             f"resumed from {self._resumed.path}: {done} done, {step:,} of them in epoch "
             f"{epoch + 1} of {epochs}"
@@ -247,15 +297,16 @@ class Saver:
             return
         with self._calling(settings.TRAIN_HOOK, was_called=self._resumed is not None):
             yield
-        # raises what would otherwise come with the first save
+        # This raises what would otherwise come with the first save.
         callback_state.state(self._training.callbacks)
         if self._resumed is not None:
             self._restore()
 
     @contextlib.contextmanager
     def beginning_epoch(self, epoch: int) -> Iterator[None]:
-        """Notes the epoch's begin; restores the state after the block, which calls
-        `on_epoch_begin`.
+        """Notes that an epoch begins, and restores the state after the block.
+
+        The block calls `on_epoch_begin`.
         """
         if self._resumed is None:
             self._position = Position(self._position.first, epoch)
@@ -265,19 +316,20 @@ class Saver:
         is_within = self._resumed is not None and self._position.step > 0
         with self._calling(settings.EPOCH_HOOK, was_called=is_within):
             yield
-        # Once more in mid-epoch: `on_epoch_begin`, which may move a learning rate, was called for
-        # it before.
+        # Within an epoch the state is restored once more: `on_epoch_begin`, which may move a
+        # learning rate, was called for the epoch before the checkpoint.
         if is_within:
             self._restore()
-        self._resumed, self._tensors = None, {}
+        self._resumed = None
+        self._tensors = {}
 
     @contextlib.contextmanager
     def _calling(self, hook: str, was_called: bool) -> Iterator[None]:
-        """Notes the learning rates around the block, which calls a hook; repeats one that the
-        checkpoint has noted.
+        """Notes the learning rates around the block, which calls a hook.
 
-        If callbacks leave another rate than the checkpoint has, that rate holds where `resume`
-        names it; else the restored one does, and a warning tells both.
+        A hook that the checkpoint has noted is repeated. If callbacks then leave another rate than
+        the checkpoint has, that rate holds where `resume` names it. Otherwise the restored one
+        holds, and a warning tells both.
         """
         rates = self._rates
         rate_is_new = any(self._variable_names(settings.RATE) & self._kept)
@@ -313,11 +365,9 @@ class Saver:
         held = {id(variable) for variable in self._training.settings.get(setting, ())}
         names = {name for name, variable in self._variables.items() if id(variable) in held}
         if setting == settings.RATE:  # tf_keras holds the value of a schedule, too
-            names |= {
-                name
-                for name in self._variables
-                if name.startswith("optimizer/") and settings.is_rate(name)
-            }
+            for name in self._variables:
+                if name.startswith("optimizer/") and settings.is_rate(name):
+                    names.add(name)
         return names
 
     @property
@@ -326,11 +376,13 @@ class Saver:
         return self._position.step
 
     def _of(self, group: str) -> dict[str, tf.Tensor]:
-        return {
-            n.removeprefix(f"{group}/"): t
-            for n, t in self._tensors.items()
-            if n.startswith(f"{group}/")
-        }
+        """Returns the tensors of a group of the checkpoint, by their names in the group."""
+        prefix = f"{group}/"
+        tensors = {}
+        for name, tensor in self._tensors.items():
+            if name.startswith(prefix):
+                tensors[name.removeprefix(prefix)] = tensor
+        return tensors
 
     def _restore(self) -> None:
         manifest = self._resumed.manifest
@@ -345,8 +397,9 @@ class Saver:
                 variable.assign(self._tensors[name])
 
     def watched(self, dispatches: Iterator[Dispatch]) -> Iterator[Dispatch]:
-        """Yields the dispatches of an epoch, and saves between them: one is executed before the
-        next is asked for.
+        """Yields the dispatches of an epoch, and saves between them.
+
+        A dispatch is executed before the next is asked for.
         """
         dispatch = next(dispatches, None)
         self._cut_short = True  # unless it is read to its end
@@ -354,18 +407,21 @@ class Saver:
             self._done += dispatch.steps
             self._position = self._position._replace(step=self._position.step + dispatch.steps)
             yield dispatch
-            # Copied before the next is read, which would move the place in the data; kept only if
-            # there is one, since what follows an epoch's last step (validation, callbacks) belongs
-            # to the state after it.
-            saved = self._state(stopped=False) if self._due() else None
+            # The state is copied before the next dispatch is read, which would move the place in
+            # the data. It is kept only if there is a next one, since what follows an epoch's last
+            # step (validation, callbacks) belongs to the state after it.
+            copied = None
+            if self._due():
+                copied = self._state(stopped=False)
             dispatch = next(dispatches, None)
-            if saved is not None and dispatch is not None:
-                self._save(*saved)
+            if copied is not None and dispatch is not None:
+                self._save(copied)
         self._cut_short = False
 
     def end_epoch(self, last: bool) -> None:
-        """Saves after `on_epoch_end`; raises ValueError where the next epoch would begin within
-        this one's pass.
+        """Saves after `on_epoch_end`.
+
+        Raises ValueError where the next epoch would begin within the pass of this one.
         """
         if self.directory is not None and self._cut_short and not last:
             raise ValueError(
@@ -377,36 +433,41 @@ class Saver:
         self._position = Position(self._position.first, self._position.epoch + 1)
         if self.directory is None:
             return
-        needed = (self.every is None or last or self._due()) and self._done > self._saved
-        if needed and (saved := self._state(stopped=bool(self._training.model.stop_training))):
-            self._save(*saved)
+        is_due = self.every is None or last or self._due()
+        if is_due and self._done > self._saved:
+            copied = self._state(stopped=bool(self._training.model.stop_training))
+            if copied is not None:
+                self._save(copied)
 
     def _due(self) -> bool:
-        return (
-            self.every is not None and self._done // self.every > self._saved // self.every
-        ) or self._is_ending()
+        if self.every is not None and self._done // self.every > self._saved // self.every:
+            return True
+        return self._is_ending()
 
     def _is_ending(self) -> bool:
-        """Tells if SIGTERM has come: to the chief, or to any where workers write together: all must
-        ask at once.
+        """Tells if SIGTERM has come to the chief, or to any worker where workers write together.
+
+        Workers that write together must ask at once.
         """
         if self._own:
-            return any(said for (said,) in self._workers.gather([self._preemption.requested]))
+            requests = self._workers.gather([self._preemption.requested])
+            return any(requested for (requested,) in requests)
         return self._preemption.requested and self._is_chief
 
-    def _state(self, stopped: bool) -> tuple[Json, dict[str, tf.Tensor | np.ndarray]] | None:
-        """Copies a manifest and tensors to host memory; returns None where there is no state to go
-        on from.
-        """
+    def _state(self, stopped: bool) -> _State | None:
+        """Copies the state to host memory; returns None where it is none to go on from."""
         if not self._training.require_savable():
             return None
-        tensors = {
-            name: np.array(variable.read_value()) for name, variable in self._variables.items()
-        }
-        data, more = self._training.stacks.position()
-        tensors.update({f"data/{name}": tensor for name, tensor in more.items()})
+        tensors: dict[str, tf.Tensor | np.ndarray] = {}
+        for name, variable in self._variables.items():
+            tensors[name] = np.array(variable.read_value())
+        data, data_tensors = self._training.stacks.position()
+        for name, tensor in data_tensors.items():
+            tensors[f"data/{name}"] = tensor
         callbacks, arrays = callback_state.state(self._training.callbacks)
-        tensors.update({f"callbacks/{name}": array for name, array in arrays.items()})
+        for name, array in arrays.items():
+            tensors[f"callbacks/{name}"] = array
+
         history = self._training.model.history
         first, epoch, step = self._position
         progress = {
@@ -426,15 +487,15 @@ class Saver:
             "changes": [*self._changes],
             "cut": dict(self._training.cut),
         }
-        return manifest, tensors
+        return _State(manifest, tensors)
 
-    def _save(self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]) -> None:
+    def _save(self, copied: _State) -> None:
         self._wait()
-        self._saved = manifest["progress"]["step"]
+        self._saved = copied.manifest["progress"]["step"]
         if self._own:
-            self._submit(self._write_with_others, manifest, tensors)
+            self._submit(self._write_with_others, copied)
         elif self._is_chief:
-            self._submit(store.write, self.directory, manifest, tensors, self.keep)
+            self._submit(store.write, self.directory, copied.manifest, copied.tensors, self.keep)
         if self._is_ending():
             self._wait()
             path = self._path(self._saved)
@@ -451,45 +512,44 @@ class Saver:
             except Exception as error:  # for `_wait`, as from a thread
                 self._write.set_exception(error)
 
-    def _write_with_others(
-        self, manifest: Json, tensors: dict[str, tf.Tensor | np.ndarray]
-    ) -> None:
-        """Writes what this worker alone has, and waits for the checkpoint; the chief writes all
-        else and ends it.
+    def _write_with_others(self, copied: _State) -> None:
+        """Writes what this worker alone has, and waits for the checkpoint.
+
+        The chief writes all else and completes the checkpoint.
         """
-        workers, before = self._workers, self._told
+        workers = self._workers
+        told_before = self._told
         self._told = f"share/{self._fit}/{self._saved}"
         if self._is_chief:
-            others = [
-                functools.partial(workers.hear, self._told, other)
-                for other in range(1, workers.workers)
-            ]
-            store.write(self.directory, manifest, tensors, self.keep, self._fit, others)
-        else:
-            store.write_share(
-                self._path(self._saved),
-                self._fit,
-                workers.worker,
-                {n: tensors[n] for n in self._own},
+            waits = []  # for the share of each other worker
+            for worker in range(1, workers.workers):
+                waits.append(functools.partial(workers.hear, self._told, worker))
+            store.write(
+                self.directory, copied.manifest, copied.tensors, self.keep, self._fit, waits
             )
+        else:
+            share = {name: copied.tensors[name] for name in self._own}
+            store.write_share(self._path(self._saved), self._fit, workers.worker, share)
         workers.tell(self._told)
         if not self._is_chief:
-            workers.hear(self._told, 0)  # this worker must not leave before
-        if before:  # all have heard it, who have told of this one
-            workers.forget(before)
+            workers.hear(self._told, 0)  # this worker must not leave before the chief is done
+        if told_before:  # all who have told of this checkpoint have heard of the one before
+            workers.forget(told_before)
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
 
     def _wait(self) -> None:
-        write, self._write = self._write, None
+        write = self._write
+        self._write = None
         try:
             if write is not None:
                 write.result()
         except WorkerLostError:  # the folder is good
             raise
         except Exception as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__  # TensorFlow adds lines
+            first_line, _, _ = str(error).partition("\n")  # TensorFlow adds lines
+            reason = first_line or type(error).__name__
             raise CheckpointWriteError(
                 f"The checkpoint of step {self._saved} could not be written to "
                 f"{str(self.directory)!r}: {reason}. No earlier one was touched. Make room or "
@@ -499,11 +559,13 @@ class Saver:
 
 def _warn_of_lost_bits(jit_compile: bool, draws: Sequence[str]) -> None:
     flag = "--xla_gpu_deterministic_ops=true"
-    same = flag in os.environ.get("XLA_FLAGS", "") if jit_compile else has_op_determinism()
-    if has_gpu() and not same:
-        remedy = (
-            f"XLA_FLAGS={flag}" if jit_compile else "tf.config.experimental.enable_op_determinism()"
-        )
+    if jit_compile:
+        is_deterministic = flag in os.environ.get("XLA_FLAGS", "")
+        remedy = f"XLA_FLAGS={flag}"
+    else:
+        is_deterministic = has_op_determinism()
+        remedy = "tf.config.experimental.enable_op_determinism()"
+    if has_gpu() and not is_deterministic:
         warn(
             "This fit is resumed on a GPU without deterministic operations: it goes on from the "
             "state that was saved, but not bit for bit as it would have without the "
@@ -520,20 +582,20 @@ def _warn_of_lost_bits(jit_compile: bool, draws: Sequence[str]) -> None:
 
 
 def _writable(directory: str | os.PathLike[str]) -> Path:
-    if (
-        not isinstance(directory, (str, os.PathLike))
-        or not isinstance(os.fspath(directory), str)
-        or directory == ""
-    ):
+    is_path = isinstance(directory, (str, os.PathLike)) and isinstance(os.fspath(directory), str)
+    if not is_path or directory == "":
         raise TypeError(f"checkpoint_dir={directory!r} must be the path of a folder.")
     try:
         path = store.absolute(directory)  # a callback may change the working directory
         path.mkdir(parents=True, exist_ok=True)
-        # As deep as what is written there, and with names as long.
+        # This file is as deep as those of a checkpoint, and its name is as long as theirs.
+        name = "-" * 60
         with tempfile.TemporaryDirectory(prefix=".step-00000000.writing-", dir=path) as folder:
-            Path(folder, "-" * 60).touch()
+            Path(folder, name).touch()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = str(error)
+        if isinstance(error, OSError):
+            reason = str(error.strerror)
         raise ValueError(
             f"checkpoint_dir={str(directory)!r} cannot be written to: {reason}."
         ) from error
