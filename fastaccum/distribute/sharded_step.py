@@ -1,5 +1,6 @@
-"""The train step on several replicas of which each owns some weights: it alone has their slots and
-updates them.
+"""The train step on several replicas, each of which owns some weights.
+
+A replica alone has the slots of its weights, and alone updates them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 
+import keras
 import tensorflow as tf
 
 from fastaccum.adapters import slots
@@ -25,25 +27,28 @@ class ShardedStep(ReplicatedStep):
     """Trains as `ReplicatedStep`, with each slot on one replica alone: the first stage of ZeRO.
 
         for each replica:  sums = accumulate(its rows)                # compiled
-        sums = all_reduce(sums)                                       # each keeps the gradients of
-        its own weights
+        sums = all_reduce(sums)                                       # each keeps its part
         for each replica:  squares = measure(its part of the sums)    # compiled
         squares = all_reduce(squares)                                 # a number for each weight
         for each replica:  weights = finish(its part, squares)        # compiled
-        for each replica:  assign(weights)                            # copied, or of several
-            workers all-gathered
+        for each replica:  assign(weights)                            # copied or gathered
 
-    The user's optimizer updates, in the program of each replica, the weights that are the replica's
-    own. Weights are dealt out whole, so that a norm of one weight is what it was. The norm of all
+    A replica's part of the sums has the gradients of the weights that the replica owns. New weights
+    are copied from device to device; several workers all-gather them.
+
+    In the program of each replica, the user's optimizer updates the weights that the replica owns.
+    Weights are dealt out whole, so that a norm of one weight is what it was. The norm of all
     gradients is added up in the order of the weights, so that it has the same bits as without
     shares.
     """
 
     def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
         slots.require_divisible(optimizer)
-        replicas, self._trained = self._replicas, model.trainable_variables
-        sizes = [raw(v).shape.num_elements() * raw(v).dtype.size for v in self._trained]
-        self._owned = deal.deal(sizes, replicas.count)
+        replicas = self._replicas
+        self._trained = model.trainable_variables
+        weights = [raw(variable) for variable in self._trained]
+        bytes_of_weights = [weight.shape.num_elements() * weight.dtype.size for weight in weights]
+        self._owned = deal.deal(bytes_of_weights, replicas.count)
         if not all(self._owned):
             raise ValueError(
                 f"shard_optimizer=True: the model has {len(self._trained)} trainable variables, "
@@ -55,23 +60,27 @@ class ShardedStep(ReplicatedStep):
                 "use_ema=True: none of several workers has all averages. Pass "
                 "shard_optimizer=False."
             )
-        owner = {
-            id(self._trained[place]): replica
-            for replica, own in enumerate(self._owned)
-            for place in own
-        }
+
+        owner_of_weight = {}
+        for replica, places in enumerate(self._owned):
+            for place in places:
+                owner_of_weight[id(self._trained[place])] = replica
+
+        def place_slot(slot: keras.Variable, weight: keras.Variable) -> None:
+            replicas.place(slot, owner_of_weight[id(weight)])
+
         if not optimizer.optimizer.built:
-            # Keras makes a slot on the device of its weight, which has no room for those of all.
-            placed = slots.placed(
-                optimizer, lambda slot, weight: replicas.place(slot, owner[id(weight)])
-            )
-            with first_components(), self._alone(), placed:
+            # Keras would make each slot on the device of its weight, which is one for all weights
+            # and has no room for all slots.
+            with first_components(), self._alone(), slots.placed(optimizer, place_slot):
                 optimizer.optimizer.build(self._trained)
         optimizer.build(self._trained)  # raises where it was built on others
         slots.require_known_slots(optimizer, self._trained)
         for slot, place in list(slots.pair_slots(optimizer, self._trained)):
-            replicas.place(slot, owner[id(self._trained[place])])
+            place_slot(slot, self._trained[place])
         self._optimizer = optimizer
+
+        # Variables that are no weight's slots, such as `iterations`, are on every replica.
         with slots.restricted(optimizer, self._trained, ()):
             shared = {id(v) for v in optimizer.variables}
         replicas.mirror([v for v in optimizer.optimizer.variables if id(raw(v)) in shared])
@@ -79,33 +88,30 @@ class ShardedStep(ReplicatedStep):
 
     @functools.cached_property
     def _owners(self) -> list[_Owner]:
-        return [
-            _Owner(self, self._replicas, i, own)
-            for i, own in enumerate(self._owned[self._replicas.shards])
-        ]
+        owned_here = self._owned[self._replicas.shards]
+        return [_Owner(self, self._replicas, i, places) for i, places in enumerate(owned_here)]
 
     @property
     def elsewhere(self) -> set[int]:
+        owned_by_first = self._owned[self._replicas.first]
         pairs = slots.pair_slots(self._optimizer, self._trained)
-        return {
-            id(raw(slot)) for slot, place in pairs if place not in self._owned[self._replicas.first]
-        }
+        return {id(raw(slot)) for slot, place in pairs if place not in owned_by_first}
 
     @property
     def holders(self) -> dict[int, int]:
         if self._replicas.workers == 1:
             return {}
-        worker = {
-            j: i // len(self._replicas.devices) for i, own in enumerate(self._owned) for j in own
-        }
-        return {
-            id(raw(slot)): worker[place]
-            for slot, place in slots.pair_slots(self._optimizer, self._trained)
-        }
+        worker_of_place = {}
+        for replica, places in enumerate(self._owned):
+            for place in places:
+                worker_of_place[place] = replica // len(self._replicas.devices)
+        pairs = slots.pair_slots(self._optimizer, self._trained)
+        return {id(raw(slot)): worker_of_place[place] for slot, place in pairs}
 
     @property
     def exchanged_bytes(self) -> int:
-        # A buffer before it is reduced and after; the gradients go as the parts of them come.
+        # A buffer is there twice, before and after it is reduced. The gradients of the replica are
+        # freed while their sums arrive.
         return self._gradient_bytes + 2 * min(deal.ROUND, self._gradient_bytes)
 
     @property
@@ -114,145 +120,184 @@ class ShardedStep(ReplicatedStep):
 
     @property
     def _ends(self) -> list[ReplicaProgram]:
-        return [program for owner in self._owners for program in (owner.measure, owner.finish)]
+        programs = []
+        for owner in self._owners:
+            programs += [owner.measure, owner.finish]
+        return programs
 
-    def _trace_ends(self, shared: Shared, own: LocalValues) -> list[TracedProgram]:
-        squares, specs = tf.TensorSpec([len(self._trained)], tf.float32), shared["gradients"]
-        traced = []
+    def _trace_ends(self, shared: Shared, local: LocalValues) -> list[TracedProgram]:
+        squares = tf.TensorSpec([len(self._trained)], tf.float32)
+        gradients = shared["gradients"]
         for replica, places in enumerate(self._owned):
-            if all(specs[place] is None for place in places):
+            if all(gradients[place] is None for place in places):
                 raise ValueError(
                     f"shard_optimizer: of the weights that replica {replica} would own, "
                     f"{[self._trained[place].path for place in places]}, none has a gradient. Pass "
                     "shard_optimizer=False, or switch their `trainable` off."
                 )
+
+        traced = []
         for owner in self._owners:
-            mine = {
-                **shared,
-                "gradients": [g if j in owner.own else None for j, g in enumerate(specs)],
-            }
-            traced += [owner.measure(mine), owner.finish(mine, squares, own["state"], own["seen"])]
+            owned_gradients = [g if j in owner.places else None for j, g in enumerate(gradients)]
+            part = {**shared, "gradients": owned_gradients}
+            traced.append(owner.measure(part))
+            traced.append(owner.finish(part, squares, local["state"], local["seen"]))
         return traced
 
     def _run_ends(
         self, ends: list[TracedProgram], sums: list[tuple[Shared, LocalValues]]
     ) -> list[tuple[Executed, tf.Tensor]]:
-        replicas = self._replicas
-        seen = widest([own["seen"] for _, own in sums])
+        # `_trace_ends` lists the two programs of each owner one after the other.
+        measures = ends[0::2]
+        finishes = ends[1::2]
+
+        seen = widest([local["seen"] for _, local in sums])
         totals = self._reduce([shared for shared, _ in sums])
-        squares = replicas.all_reduce([ends[2 * i](i, total) for i, total in enumerate(totals)])
-        given = enumerate(zip(totals, squares, sums, strict=True))
-        results = [
-            ends[2 * i + 1](i, total, each, own["state"], seen)
-            for i, (total, each, (_, own)) in given
-        ]
-        (self._copy if replicas.workers == 1 else self._gather)(
-            [weights for *_, weights in results]
+        squares = self._replicas.all_reduce(
+            [
+                measure(i, total)
+                for i, (measure, total) in enumerate(zip(measures, totals, strict=True))
+            ]
         )
-        return [(executed, working) for executed, working, _ in results]
+        results = []
+        new_weights = []
+        for i, finish in enumerate(finishes):
+            _, local = sums[i]
+            executed, working, weights = finish(i, totals[i], squares[i], local["state"], seen)
+            results.append((executed, working))
+            new_weights.append(weights)
+
+        if self._replicas.workers == 1:
+            self._copy(new_weights)
+        else:
+            self._gather(new_weights)
+        return results
 
     def _reduce(self, sums: list[Shared]) -> list[Shared]:
-        """Returns on each replica the sums over all replicas: of the gradients those of its own
-        weights.
-        """
-        replicas, specs = self._replicas, sums[0]["gradients"]
-        rounds: list[list[Shared]] = []
-        own: list[list[list[tf.Tensor]]] = [[[] for _ in specs] for _ in sums]
-        for number, parts in enumerate(deal.cut(specs)):
-            given = []
+        """Sums over all replicas; each local replica gets only the gradients of its own weights."""
+        replicas = self._replicas
+        gradients = sums[0]["gradients"]  # of the same shapes on all
+        first_totals: list[Shared] = []
+        totals: list[Shared] = []  # of the latest round
+        # By local replica and by the place of the weight: the reduced pieces of the gradient.
+        pieces: list[list[list[tf.Tensor]]] = [[[] for _ in gradients] for _ in sums]
+
+        for number, parts in enumerate(deal.cut(gradients)):
+            addends = []
             for i, shared in enumerate(sums):
-                others = (
-                    {}
-                    if number
-                    else {name: each for name, each in shared.items() if name != "gradients"}
-                )
                 # A round's buffer is made once that of the round before has been reduced.
-                before = [each[i]["gradients"][-1] for each in rounds[-1:]]
-                with tf.device(replicas.devices[i]), tf.control_dependencies(before):
-                    flat = [
+                reduced = []
+                if number > 0:
+                    reduced = [totals[i]["gradients"][-1]]
+                with tf.device(replicas.devices[i]), tf.control_dependencies(reduced):
+                    flat_parts = [
                         tf.reshape(shared["gradients"][place], [-1])[start:stop]
                         for place, start, stop in parts
                     ]
-                given.append({**others, "gradients": flat})
-            rounds.append(replicas.all_reduce(given, number))
-            for owner, found, total in zip(self._owners, own, rounds[-1], strict=True):
-                for (place, *_), part in zip(parts, total["gradients"], strict=True):
-                    if place in owner.own:
-                        found[place].append(part)
-        for device, total, found in zip(replicas.devices, rounds[0], own, strict=True):
+                if number == 0:  # the first round also sums all that is no gradient
+                    addends.append({**shared, "gradients": flat_parts})
+                else:
+                    addends.append({"gradients": flat_parts})
+
+            totals = replicas.all_reduce(addends, number)
+            if number == 0:
+                first_totals = totals
+            for owner, owner_pieces, total in zip(self._owners, pieces, totals, strict=True):
+                for (place, _, _), piece in zip(parts, total["gradients"], strict=True):
+                    if place in owner.places:
+                        owner_pieces[place].append(piece)
+
+        for device, total, owner_pieces in zip(replicas.devices, first_totals, pieces, strict=True):
             with tf.device(device):
-                whole = (
-                    tf.reshape(tf.concat(f, 0), s.shape) if f else None
-                    for f, s in zip(found, specs, strict=True)
-                )
-                total["gradients"] = list(whole)
-        return rounds[0]
+                total["gradients"] = _join(owner_pieces, gradients)
+        return first_totals
 
     def _copy(self, weights: list[list[tf.Tensor]]) -> None:
         """Assigns the new weights of each owner on all other replicas, from device to device."""
-        for replica, (owner, device) in enumerate(
-            zip(self._owners, self._replicas.devices, strict=True)
-        ):
+        devices = self._replicas.devices
+        for replica, (owner, device) in enumerate(zip(self._owners, devices, strict=True)):
             assigned: list[tf.Operation] = []
-            for place, value in zip(owner.own, weights[replica], strict=True):
-                # An owner's next weight waits on its device, or the others would make room for all
-                # at once.
+            for place, value in zip(owner.places, weights[replica], strict=True):
+                # An owner's next weight waits on its device. Otherwise the other replicas would
+                # make room for all weights at once.
                 with tf.device(device), tf.control_dependencies(assigned):
-                    own = tf.identity(value)
-                others = (v for i, v in enumerate(raw(self._trained[place]).values) if i != replica)
-                assigned = [v.assign(own, read_value=False) for v in others]
+                    new_weight = tf.identity(value)
+                assigned = []
+                for i, component in enumerate(raw(self._trained[place]).values):
+                    if i != replica:
+                        assigned.append(component.assign(new_weight, read_value=False))
 
     def _gather(self, weights: list[list[tf.Tensor]]) -> None:
-        """Assigns them by a collective, which several workers need; all owners send as much as the
-        largest.
+        """Assigns the new weights on all other replicas by a collective, as several workers need.
+
+        All owners send as much as the owner with the most.
         """
-        replicas, owned, variables = self._replicas, self._owned, [raw(v) for v in self._trained]
-        segment, rounds = deal.segments(owned, variables)
-        gathered: list[list[tf.Tensor]] = [[] for _ in weights]
+        replicas = self._replicas
+        variables = [raw(v) for v in self._trained]
+        segment, rounds = deal.segments(self._owned, variables)
+
+        gathered: list[list[tf.Tensor]] = [[] for _ in weights]  # by local replica and round
         for number in range(rounds):
-            mine = []
+            segments = []
             for i, owner in enumerate(self._owners):
-                with tf.device(replicas.devices[i]), tf.control_dependencies(gathered[i][-1:]):
-                    mine.append(deal.pack(owner.own, weights[i], variables, number, segment))
-            for i, each in enumerate(replicas.all_gather(mine, number)):
-                gathered[i].append(each)
+                round_before = gathered[i][-1:]  # none in the first round
+                with tf.device(replicas.devices[i]), tf.control_dependencies(round_before):
+                    segments.append(deal.pack(owner.places, weights[i], variables, number, segment))
+            for i, buffer in enumerate(replicas.all_gather(segments, number)):
+                gathered[i].append(buffer)
+
         for i, device in enumerate(replicas.devices):
-            for replica in sorted({*range(replicas.count)} - {replicas.first + i}):
+            for replica in range(replicas.count):
+                if replica == replicas.first + i:
+                    continue
+                start = replica * segment
                 with tf.device(device):
-                    parts = [
-                        each[replica * segment : (replica + 1) * segment] for each in gathered[i]
-                    ]
-                    for place, value in deal.unpack(owned[replica], parts, variables):
+                    line = [buffer[start : start + segment] for buffer in gathered[i]]
+                    for place, value in deal.unpack(self._owned[replica], line, variables):
                         variables[place].values[i].assign(value)
+
+
+def _join(
+    pieces: list[list[tf.Tensor]], gradients: list[tf.Tensor | None]
+) -> list[tf.Tensor | None]:
+    """Joins the pieces of each gradient in its shape; None where there are none."""
+    joined: list[tf.Tensor | None] = []
+    for gradient_pieces, gradient in zip(pieces, gradients, strict=True):
+        if gradient is None or not gradient_pieces:
+            joined.append(None)
+        else:
+            joined.append(tf.reshape(tf.concat(gradient_pieces, 0), gradient.shape))
+    return joined
 
 
 class _Owner:
     """The programs of the local replica that owns the weights at some places."""
 
-    def __init__(self, step: ShardedStep, replicas: Replicas, replica: int, own: Sequence[int]):
-        self.own, self._step = own, step
-        self.measure, self.finish = (
-            ReplicaProgram(
-                function, replicas, step.objective.options.uses_xla, scope=self._alone, only=replica
-            )
-            for function in (self._measured, self._finished)
+    def __init__(self, step: ShardedStep, replicas: Replicas, replica: int, places: Sequence[int]):
+        self.places = places
+        self._step = step
+        uses_xla = step.objective.options.uses_xla
+        self.measure = ReplicaProgram(
+            self._measured, replicas, uses_xla, scope=self._alone, only=replica
+        )
+        self.finish = ReplicaProgram(
+            self._finished, replicas, uses_xla, scope=self._alone, only=replica
         )
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         step = self._step
-        with step._alone(), slots.restricted(step._optimizer, step._trained, self.own):
+        with step._alone(), slots.restricted(step._optimizer, step._trained, self.places):
             yield
 
     def _measured(self, shared: Shared) -> tf.Tensor:
-        return self._step.cycle.squares(self._step.accumulated(shared, []), self.own)
+        sums = self._step.accumulated(shared, [])
+        return self._step.cycle.squares(sums, self.places)
 
     def _finished(
         self, shared: Shared, squares: tf.Tensor, state: list[tf.Tensor], seen: tf.Tensor
     ) -> tuple[Executed, tf.Tensor, list[tf.Tensor]]:
-        executed, working = self._step._finished(shared, state, seen, Share(self.own, squares))
-        return (
-            executed,
-            working,
-            [raw(self._step._trained[place]).read_value() for place in self.own],
-        )
+        share = Share(self.places, squares)
+        executed, working = self._step._finished(shared, state, seen, share)
+        weights = [raw(self._step._trained[place]).read_value() for place in self.places]
+        return executed, working, weights
