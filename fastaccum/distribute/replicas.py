@@ -1,6 +1,4 @@
-"""The replicas of tf.distribute: the strategy of a model, its variables and programs on each
-device.
-"""
+"""The replicas of a tf.distribute strategy: a model's variables and programs on each device."""
 
 from __future__ import annotations
 
@@ -21,26 +19,30 @@ from fastaccum.step.tracing import TracedFunction
 
 Scope = Callable[[], contextlib.AbstractContextManager[None]]
 SUPPORTED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+# Between the first keys of two strategies' collectives: more keys than one strategy takes.
+KEYS_OF_A_STRATEGY = 1000
 _strategies: list[tf.distribute.Strategy] = []  # that models have been trained under
 
 
 def replicas_for(model: Model) -> Replicas | None:
-    """Returns the replicas of a model that was made under a strategy's scope; None for another
-    model.
-    """
-    # of the scope in which the model was made
+    """Returns the replicas of a model that was made in a strategy's scope, or None."""
+    # The strategy of the scope in which the model was made.
     strategy = private.distribute_strategy(model.model, None)
-    outside = strategy is None or isinstance(
+    made_outside = strategy is None or isinstance(
         strategy, private.DefaultDistributionStrategy(private.distribute_lib)
     )
-    if not model.trains_on_replicas and (not outside or tf.distribute.has_strategy()):
+
+    if not model.trains_on_replicas and (not made_outside or tf.distribute.has_strategy()):
+        scope = strategy
+        if made_outside:
+            scope = tf.distribute.get_strategy()
         raise ValueError(
             f"model={model.model.name!r} is a tf_keras model, which trains on one device: make "
-            "it and this Trainer outside the scope of "
-            f"{type(tf.distribute.get_strategy() if outside else strategy).__name__}, or use a "
+            f"it and this Trainer outside the scope of {type(scope).__name__}, or use a "
             "Keras 3 model there."
         )
-    if outside:
+
+    if made_outside:
         if tf.distribute.has_strategy():
             raise ValueError(
                 "The model was made outside the scope of "
@@ -48,10 +50,11 @@ def replicas_for(model: Model) -> Replicas | None:
                 "make the model inside it too."
             )
         return None
-    name = type(strategy).__name__
+
     if not isinstance(strategy, SUPPORTED):
+        supported = " or ".join(kind.__name__ for kind in SUPPORTED)
         raise ValueError(
-            f"The model was made under {name}: use {' or '.join(s.__name__ for s in SUPPORTED)}, "
+            f"The model was made under {type(strategy).__name__}: use {supported}, "
             "whose replicas hold all weights and take every step together."
         )
     for layer in model.layers:
@@ -66,38 +69,42 @@ def replicas_for(model: Model) -> Replicas | None:
 
 
 def _number_collectives(strategy: tf.distribute.Strategy) -> None:
-    """Numbers the collectives of a second strategy apart; TensorFlow numbers those of each strategy
-    from 1 on.
+    """Numbers the collectives of a second strategy apart from those of the first.
+
+    TensorFlow numbers the collectives of each strategy from 1 on.
     """
     if strategy in _strategies:
         return
-    others, extended = len(_strategies), strategy.extended
-    if others and not isinstance(strategy, tf.distribute.MirroredStrategy):
+    earlier = len(_strategies)
+    if earlier and not isinstance(strategy, tf.distribute.MirroredStrategy):
         raise ValueError(
             "The model was made under a second strategy of this process, a "
             f"{type(strategy).__name__}, whose collectives TensorFlow would take for the first "
             "one's: make one strategy, and all models under it."
         )
     _strategies.append(strategy)  # for good: its numbers are not free again
-    if others:
-        private.collective_key_base.set(extended, 1000 * others)
-        of_its_own = private.make_collective_ops(extended)
-        # and none that the user chose
-        if private.cross_device_ops(extended) is private.collective_ops(extended):
-            private.cross_device_ops.set(extended, of_its_own)
-        private.collective_ops.set(extended, of_its_own)
+    if earlier == 0:
+        return
+
+    extended = strategy.extended
+    private.collective_key_base.set(extended, KEYS_OF_A_STRATEGY * earlier)
+    renumbered = private.make_collective_ops(extended)
+    # Cross-device operations that the user chose stay.
+    if private.cross_device_ops(extended) is private.collective_ops(extended):
+        private.cross_device_ops.set(extended, renumbered)
+    private.collective_ops.set(extended, renumbered)
 
 
 def on_first_replica(replicas: Replicas | None) -> contextlib.AbstractContextManager[None]:
     """Enters `first_components` if there are replicas."""
-    return contextlib.nullcontext() if replicas is None else first_components()
+    if replicas is None:
+        return contextlib.nullcontext()
+    return first_components()
 
 
 @contextlib.contextmanager
 def outside_scope() -> Iterator[None]:
-    """Leaves every strategy's scope inside the block, for the variables and programs that are made
-    there.
-    """
+    """Leaves every strategy's scope in the block, for variables and programs made there."""
     graph = private.framework_ops.get_default_graph()
     creators = private.variable_creator_stack(graph)
     private.variable_creator_stack.set(graph, [])
@@ -112,27 +119,23 @@ def outside_scope() -> Iterator[None]:
 
 
 def _read_component(variable: keras.Variable) -> tf.Variable:
-    """Stands in for `keras.Variable._value`: reads the first local component of a distributed
-    variable.
-    """
+    """Reads the first local component of a distributed variable, as `keras.Variable._value`."""
     value = vars(variable)[private.variable_value.name]
-    return (
-        value.values[0]
-        if isinstance(value, private.distributed_values.DistributedVariable)
-        else value
-    )
+    if isinstance(value, private.distributed_values.DistributedVariable):
+        return value.values[0]
+    return value
 
 
 def _write_component(variable: keras.Variable, value: tf.Variable) -> None:
+    """Writes what `_read_component` reads."""
     vars(variable)[private.variable_value.name] = value
 
 
 @contextlib.contextmanager
 def first_components() -> Iterator[None]:
-    """Lets every Keras variable inside the block be that of the first local replica, and hides the
-    strategy.
+    """Makes every Keras variable in the block that of the first local replica; hides the strategy.
 
-    A program is so traced for one device; `Replicas.on` then finds the variables of another.
+    So a program is traced for one device. `Replicas.on` then finds the variables of another.
     """
     with outside_scope():
         private.variable_value.set(keras.Variable, property(_read_component, _write_component))
@@ -143,19 +146,16 @@ def first_components() -> Iterator[None]:
 
 
 class Replicas(Workers):
-    """Holds the replicas of a strategy: their devices and variables in this process, and their
-    reductions.
-    """
+    """The replicas of a strategy: devices and variables in this process, and reductions."""
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self.strategy = strategy
         self.count = strategy.num_replicas_in_sync  # on all workers
         self.devices = list(strategy.extended.worker_devices)  # this process's, one a replica
-        super().__init__(
-            private.id_in_cluster(strategy.extended, 0), self.count // len(self.devices)
-        )
+        worker = private.id_in_cluster(strategy.extended, 0)
+        super().__init__(worker, self.count // len(self.devices))
+        # The numbers of this process's replicas among all replicas.
         self.first = self.worker * len(self.devices)
-        # among all replicas
         self.ids = [tf.constant(self.first + i, tf.int64) for i in range(len(self.devices))]
         self._collectives: dict[tuple, tuple[ConcreteFunction, list[tf.Tensor]]] = {}
         self._copies: dict[int, tuple[tf.Tensor, list[tf.Variable]]] = {}
@@ -181,49 +181,58 @@ class Replicas(Workers):
         return isinstance(variable, private.distributed_values.DistributedVariable)
 
     def mirror(self, variables: Sequence[keras.Variable]) -> None:
-        """Gives Keras variables that were made outside the scope a component on every replica, of
-        equal value.
-        """
+        """Gives Keras variables made outside the scope an equal component on each replica."""
         for variable in variables:
-            if not self.holds(own := variable.value):
-                with self.strategy.scope():
-                    known = {"dtype": own.dtype, "trainable": own.trainable, "name": own.name[:-2]}
-                    private.variable_value.set(variable, tf.Variable(own.numpy(), **known))
+            value = variable.value
+            if self.holds(value):
+                continue
+            with self.strategy.scope():
+                mirrored = tf.Variable(
+                    value.numpy(),
+                    dtype=value.dtype,
+                    trainable=value.trainable,
+                    name=value.name[:-2],  # without ":0"
+                )
+                private.variable_value.set(variable, mirrored)
 
     def unmirror(self, holders: Sequence[object]) -> None:
-        """Replaces the distributed variables of Keras variables and loss scales by plain ones of
-        equal value.
-        """
+        """Makes distributed variables of Keras variables and loss scales plain, of equal value."""
         for holder in holders:
             attributes = vars(holder)
-            for name, own in list(attributes.items()):
-                if isinstance(own, private.distributed_values.DistributedVariable):
-                    with outside_scope():
-                        # by which checkpoints know it
-                        value, own_name = own.values[0].numpy(), own.name.split(":")[0]
-                        attributes[name] = tf.Variable(
-                            value, trainable=False, name=own_name, dtype=own.dtype
-                        )
+            for attribute, variable in list(attributes.items()):
+                if not isinstance(variable, private.distributed_values.DistributedVariable):
+                    continue
+                with outside_scope():
+                    attributes[attribute] = tf.Variable(
+                        variable.values[0].numpy(),
+                        trainable=False,
+                        name=variable.name.split(":")[0],  # by which checkpoints know it
+                        dtype=variable.dtype,
+                    )
 
     def place(self, variable: keras.Variable, replica: int) -> None:
         """Moves a Keras variable to the device of one replica, which alone has it then.
 
         On the other workers it has a shape and no value, nor memory for one.
         """
-        own, local = variable.value, replica - self.first
-        known = {"dtype": own.dtype, "trainable": own.trainable, "name": own.name.split(":")[0]}
+        value = variable.value
+        local_replica = replica - self.first
+        options = {
+            "dtype": value.dtype,
+            "trainable": value.trainable,
+            "name": value.name.split(":")[0],
+        }
         with outside_scope():
-            if local not in range(len(self.devices)):
-                if not isinstance(own, private.UninitializedVariable):
-                    private.variable_value.set(
-                        variable, private.UninitializedVariable(shape=own.shape, **known)
-                    )
-            elif (
-                isinstance(own, private.distributed_values.DistributedVariable)
-                or own.device != self.devices[local]
-            ):
-                with tf.device(self.devices[local]):
-                    private.variable_value.set(variable, tf.Variable(own.read_value(), **known))
+            if local_replica not in range(len(self.devices)):
+                if not isinstance(value, private.UninitializedVariable):
+                    placeholder = private.UninitializedVariable(shape=value.shape, **options)
+                    private.variable_value.set(variable, placeholder)
+                return
+            device = self.devices[local_replica]
+            if self.holds(value) or value.device != device:
+                with tf.device(device):
+                    placed = tf.Variable(value.read_value(), **options)
+                    private.variable_value.set(variable, placed)
 
     def on(self, replica: int, handle: tf.Tensor) -> tf.Tensor:
         """Returns the handle of a replica's variable, from the handle of the first local replica's.
@@ -245,7 +254,8 @@ class Replicas(Workers):
                     with tf.device(device):
                         copies.append(tf.Variable(zeros, trainable=False))
             self._copies[id(handle)] = handle, copies
-        return self._copies[id(handle)][1][replica - 1].handle
+        _, copies = self._copies[id(handle)]
+        return copies[replica - 1].handle
 
     def synchronize(self) -> None:
         """Assigns the first replica's values to the copies that `on` made, in the graph."""
@@ -258,21 +268,23 @@ class Replicas(Workers):
     # Collectives.
 
     def all_reduce(self, nests: Sequence[Any], place: int = 0) -> list[Any]:
-        """Sums nests of tensors, one of each local replica, over all replicas; returns the sum on
-        each local one.
+        """Sums nests of tensors, one of each local replica, over all replicas.
 
-        One collective reduces them, of float32 numbers (float64, if a tensor has them) where the
-        tensors differ in dtype. Those of a graph whose tensors are alike need places of their own.
+        Returns the sum on each local replica. One collective reduces all tensors of a nest. Where
+        they differ in dtype, it reduces float32 numbers, or float64 if one of them has these.
+        Collectives of one graph whose tensors are alike need places of their own.
         """
         sums = self._collective(_summed, [flat(nest) for nest in nests], place)
-        return [like(nest, each) for nest, each in zip(nests, sums, strict=True)]
+        return [like(nest, total) for nest, total in zip(nests, sums, strict=True)]
 
     def all_gather(self, tensors: Sequence[tf.Tensor], place: int = 0) -> Sequence[tf.Tensor]:
-        """Joins flat tensors of equal length, one of each local replica, in the order of all
-        replicas, on each.
+        """Joins flat tensors of equal length, in the order of all replicas, on each of them.
+
+        `tensors` has one tensor of each local replica, and so has the result.
         """
         joined = self._collective(_gathered, tensors, place)
-        return [tf.ensure_shape(each, [self.count * tensors[0].shape[0]]) for each in joined]
+        length = self.count * tensors[0].shape[0]
+        return [tf.ensure_shape(tensor, [length]) for tensor in joined]
 
     def _collective(
         self,
@@ -282,9 +294,9 @@ class Replicas(Workers):
     ) -> Sequence[tf.Tensor]:
         """Calls a collective function of one replica's tensor on all replicas.
 
-        Its key is settled once for each shape: workers whose programs differ agree on the key, and
-            TensorFlow, which
-        keeps what it knows of every key, does not grow with each step.
+        Its key is settled once for each shape. So workers whose programs differ agree on the key,
+        and the memory of TensorFlow, which keeps what it knows of every key, does not grow with
+        each step.
         """
         spec = tf.TensorSpec(tensors[0].shape, tensors[0].dtype)
         key = function, spec, place
@@ -297,26 +309,26 @@ class Replicas(Workers):
                 return self.strategy.experimental_local_results(results)
 
             with tf.init_scope(), outside_scope(), graph_scoped_gradients():
-                traced = tf.function(collective_on_all, autograph=False).get_concrete_function(
-                    [spec] * len(tensors)
-                )
+                program = tf.function(collective_on_all, autograph=False)
+                traced = program.get_concrete_function([spec] * len(tensors))
                 self._collectives[key] = traced, traced.captured_inputs
+
         traced, captured = self._collectives[key]
         return private.call_flat(traced, list(tensors), captured)
 
 
-# Of one replica, in its context. The identity is on the replica's device, which the collective asks
-# for.
+# Called for one replica, in its context. The collective asks for a tensor on the device of the
+# replica, where the identity is.
 
 
-def _summed(own: tf.Tensor) -> tf.Tensor:
-    return tf.distribute.get_replica_context().all_reduce(
-        tf.distribute.ReduceOp.SUM, tf.identity(own)
-    )
+def _summed(tensor: tf.Tensor) -> tf.Tensor:
+    context = tf.distribute.get_replica_context()
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(tensor))
 
 
-def _gathered(own: tf.Tensor) -> tf.Tensor:
-    return tf.distribute.get_replica_context().all_gather(tf.identity(own), axis=0)
+def _gathered(tensor: tf.Tensor) -> tf.Tensor:
+    context = tf.distribute.get_replica_context()
+    return context.all_gather(tf.identity(tensor), axis=0)
 
 
 def flat(nest: object) -> tf.Tensor:
@@ -329,25 +341,32 @@ def flat(nest: object) -> tf.Tensor:
 def common_dtype(tensors: Iterable[tf.Tensor | tf.TensorSpec | tf.Variable]) -> tf.DType:
     """Returns the dtype of all tensors, or where these differ float32 (float64, if one has it)."""
     dtypes = {t.dtype for t in tensors}
-    return dtypes.pop() if len(dtypes) == 1 else tf.float64 if tf.float64 in dtypes else tf.float32
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    if tf.float64 in dtypes:
+        return tf.float64
+    return tf.float32
 
 
 def like(nest: Any, flat: tf.Tensor) -> Any:
     """Returns a flat tensor's numbers in the structure, shapes and dtypes of a nest."""
-    parts = iter(
-        tf.split(flat, [t.shape.num_elements() for t in tf.nest.flatten(nest) if t is not None])
-    )
-    return tf.nest.map_structure(
-        lambda t: None if t is None else tf.cast(tf.reshape(next(parts), t.shape), t.dtype), nest
-    )
+    sizes = [t.shape.num_elements() for t in tf.nest.flatten(nest) if t is not None]
+    parts = iter(tf.split(flat, sizes))
+
+    def take_part(tensor: tf.Tensor | None) -> tf.Tensor | None:
+        if tensor is None:
+            return None
+        return tf.cast(tf.reshape(next(parts), tensor.shape), tensor.dtype)
+
+    return tf.nest.map_structure(take_part, nest)
 
 
 class ReplicaProgram(TracedFunction):
-    """A compiled function of one replica, traced with the first replica's variables and called with
-    any's.
+    """A compiled function of one replica, traced with the variables of the first local replica.
 
     `program(*args)` traces the function, if need be; `program(*args)(i, *args)` calls it on local
-    replica i, in a graph; `only` that replica calls it, if given.
+    replica i, with the variables of that replica, in a graph. Replica `only` alone calls it, if
+    that is given.
     """
 
     last: TracedProgram  # the latest trace
@@ -361,8 +380,11 @@ class ReplicaProgram(TracedFunction):
         only: int | None = None,
     ):
         super().__init__(function, uses_xla)
-        self._replicas, self._scope = replicas, scope
-        self._called_on = range(len(replicas.devices)) if only is None else [only]
+        self._replicas = replicas
+        self._scope = scope
+        self._called_on: Sequence[int] = range(len(replicas.devices))
+        if only is not None:
+            self._called_on = [only]
 
     def __call__(self, *args: object) -> TracedProgram:
         with first_components(), self._scope():
@@ -375,23 +397,24 @@ class TracedProgram:
     """A `ReplicaProgram` for arguments of known shapes; `outputs` are specs of the results."""
 
     def __init__(self, concrete: ConcreteFunction, replicas: Replicas, called_on: Iterable[int]):
-        self.concrete, self._replicas = concrete, replicas
+        self.concrete = concrete
+        self._replicas = replicas
         self.outputs = _specs(concrete.structured_outputs)
-        # Copies of variables must exist before the graph that synchronizes them.
-        self.captured = {
-            i: [replicas.on(i, handle) for handle in concrete.captured_inputs] for i in called_on
-        }
+        # By local replica. Copies of variables must exist before the graph that synchronizes them.
+        self.captured: dict[int, list[tf.Tensor]] = {}
+        for i in called_on:
+            self.captured[i] = [replicas.on(i, handle) for handle in concrete.captured_inputs]
 
     def __call__(self, replica: int, *args: object) -> Any:
         with tf.device(self._replicas.devices[replica]):
-            return private.call_flat(
-                self.concrete,
-                [t for t in tf.nest.flatten(args) if t is not None],
-                self.captured[replica],
-            )
+            tensors = [t for t in tf.nest.flatten(args) if t is not None]
+            return private.call_flat(self.concrete, tensors, self.captured[replica])
 
 
 def _specs(nest: Any) -> Any:
-    return tf.nest.map_structure(
-        lambda t: None if t is None else tf.TensorSpec(t.shape, t.dtype), nest
-    )
+    """Returns the specs of a nest of tensors, specs and None."""
+
+    def spec(tensor: tf.Tensor | tf.TensorSpec | None) -> tf.TensorSpec | None:
+        return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
+
+    return tf.nest.map_structure(spec, nest)
