@@ -1,13 +1,11 @@
-"""Building blocks of every kernel: loops of known length, parts written in place, products summed
-in float32.
-"""
+"""Building blocks of every kernel: loops of known length, writes in place, float32 products."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
@@ -22,8 +20,9 @@ Size: TypeAlias = "int | tf.Tensor"
 
 
 def in_xla() -> bool:
-    """Returns whether XLA compiles what is being traced: some operations only XLA has, others it
-    lacks.
+    """Returns whether XLA compiles what is being traced.
+
+    Some operations only XLA has; others it lacks.
     """
     return private.control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
@@ -31,8 +30,7 @@ def in_xla() -> bool:
 def loop(
     steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any], at_once: int = 1
 ) -> list[Any]:
-    """Runs `for i in range(steps): values = body(i, *values)`, compiled to one loop whose trip
-    count XLA knows.
+    """Runs `for i in range(steps): values = body(i, *values)` as one loop of known trip count.
 
     Each of the values is a tensor, a TensorArray or a nest of them, and keeps its structure, shapes
     and dtypes. Without XLA `at_once` turns may run at a time, where one does not wait for what
@@ -49,14 +47,16 @@ def loop(
     return results
 
 
-_LARGEST_TURN = 2**28  # elements of all results together, 1 GiB in float32
+# Elements of all results of a turn together, 1 GiB in float32: a larger turn runs alone, since two
+# at a time take twice the memory.
+_LARGEST_TURN = 2**28
 
 
 def turns_at_once(turn: ConcreteFunction) -> int:
     """Returns how many turns of a loop over a traced function are to run at a time.
 
     On a CPU without XLA two: one computes where the operations of the other leave cores idle. It
-        takes their memory.
+    takes their memory.
     """
     if in_xla() or has_gpu() or not private.has("auto_control_deps"):
         return 1
@@ -68,24 +68,36 @@ def turns_at_once(turn: ConcreteFunction) -> int:
         | order.ASYNC_STATEFUL_OPS
         | order.SKIPPED_ORDER_INSENSITIVE_STATEFUL_OPS
     )
+
     graph = turn.graph.as_graph_def(add_shapes=True)
-    nodes = [
-        *graph.node,
-        *(node for function in graph.library.function for node in function.node_def),
-    ]
-    shapes = (shape for node in nodes for shape in node.attr[private.OUTPUT_SHAPES].list.shape)
-    elements = sum(
-        math.inf if any(d.size < 0 for d in s.dim) else math.prod(d.size for d in s.dim)
-        for s in shapes
-    )
-    return 2 if elements <= _LARGEST_TURN and not any(node.op in unordered for node in nodes) else 1
+    nodes = list(graph.node)
+    for function in graph.library.function:
+        nodes.extend(function.node_def)
+    if any(node.op in unordered for node in nodes):
+        return 1
+    if _count_elements(nodes) > _LARGEST_TURN:
+        return 1
+    return 2
+
+
+def _count_elements(nodes: Sequence[Any]) -> float:
+    """Counts the elements of all results of the nodes; infinity if a size is not known."""
+    elements = 0
+    for node in nodes:
+        for shape in node.attr[private.OUTPUT_SHAPES].list.shape:
+            sizes = [dim.size for dim in shape.dim]
+            if any(size < 0 for size in sizes):
+                return math.inf
+            elements += math.prod(sizes)
+    return elements
 
 
 def dot(
     a: tf.Tensor, b: tf.Tensor, transpose_a: bool = False, transpose_b: bool = False
 ) -> tf.Tensor:
-    """Computes `a @ b` of one dtype, without a gradient, in float32: half x half -> float32,
-    rounded nowhere.
+    """Computes `a @ b` of one dtype in float32, without a gradient.
+
+    A product of halves is summed in float32 and rounded nowhere.
     """
     if a.dtype in HALF and in_xla():
         # Only XLA has a kernel for a float32 product of halves.
@@ -98,8 +110,9 @@ def dot(
 def product(
     a: tf.Tensor, b: tf.Tensor, factor: Callable[[tf.Tensor], tf.Tensor | float] = lambda dy: 1.0
 ) -> tf.Tensor:
-    """Computes `dot(a, cast(b, a.dtype))`, with gradients summed in float32; `factor(dy)` scales dy
-    to be rounded.
+    """Computes `dot(a, cast(b, a.dtype))`, with gradients summed in float32.
+
+    `factor(dy)` scales dy while it is rounded to a's dtype.
     """
 
     @custom_gradient
@@ -107,9 +120,10 @@ def product(
         rounded = tf.cast(b, a.dtype)
 
         def gradient(dy):
-            by = factor(dy)
-            dy = tf.cast(by * dy, a.dtype)
-            da, db = dot(dy, rounded, transpose_b=True) / by, dot(a, dy, transpose_a=True) / by
+            scale = factor(dy)
+            dy = tf.cast(scale * dy, a.dtype)
+            da = dot(dy, rounded, transpose_b=True) / scale
+            db = dot(a, dy, transpose_a=True) / scale
             return tf.cast(da, a.dtype), tf.cast(db, b.dtype)
 
         return dot(a, rounded), gradient
@@ -118,33 +132,37 @@ def product(
 
 
 def unfilled(shape: Sequence[int | None], dtype: tf.DType) -> tf.Tensor | None:
-    """Allocates a tensor without filling it, for a loop to write in full; returns None where that
-    is not possible.
+    """Allocates a tensor without filling it, for a loop to write in full.
+
+    Returns None where that is not possible.
     """
     if not (has_gpu() and in_xla() and tf.TensorShape(shape).is_fully_defined()):
         return None
     with tf.init_scope():
         device = tf.zeros([]).device
-    return _allocated(shape, dtype) if _allocates(device) else None
+    if not _allocates(device):
+        return None
+    return _allocated(shape, dtype)
 
 
 def _allocated(shape: Sequence[int | None], dtype: tf.DType) -> tf.Tensor:
-    return private.xla.custom_call_v2("AllocateBuffer", [], [tf.TensorSpec(shape, dtype)])[0]
+    (buffer,) = private.xla.custom_call_v2("AllocateBuffer", [], [tf.TensorSpec(shape, dtype)])
+    return buffer
 
 
 @functools.cache
 def _allocates(device: str) -> bool:
-    """Returns whether XLA takes its own `AllocateBuffer` on a device (on CPUs it does not): tried
-    once in a process.
+    """Returns whether XLA takes its own `AllocateBuffer` on a device; on CPUs it does not.
+
+    It is tried once in a process.
     """
 
     @tf.function(jit_compile=True, autograph=False)
     def write():
-        return loop(
-            2,
-            lambda i, whole: [dynamic_update_slice(whole, tf.ones([1]), [i])],
-            [_allocated([2], tf.float32)],
-        )
+        def body(i, whole):
+            return [dynamic_update_slice(whole, tf.ones([1]), [i])]
+
+        return loop(2, body, [_allocated([2], tf.float32)])
 
     try:
         with tf.init_scope():
@@ -155,57 +173,81 @@ def _allocates(device: str) -> bool:
 
 @custom_gradient
 def unfused(t: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Returns `t`, and keeps XLA on a GPU from computing what follows in one kernel with `t`, or as
-    a constant.
+    """Returns `t`, and keeps XLA on a GPU from fusing what follows with it.
+
+    What follows is neither computed in one kernel with `t`, nor as a constant.
     """
-    return private.xla.optimization_barrier(t)[0] if has_gpu() and in_xla() else tf.identity(
-        t
-    ), lambda dy: dy
+
+    def gradient(upstream):
+        return upstream
+
+    if has_gpu() and in_xla():
+        return private.xla.optimization_barrier(t)[0], gradient
+    return tf.identity(t), gradient
 
 
 @custom_gradient
 def barred(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Callable[..., Sequence[tf.Tensor]]]:
     """Returns the tensors in XLA, none of which is used before all of them are there."""
-    return list(private.xla.optimization_barrier(*tensors)), lambda *upstream: upstream
+
+    def gradient(*upstream):
+        return upstream
+
+    return list(private.xla.optimization_barrier(*tensors)), gradient
+
+
+class MaxAndExpSum(NamedTuple):
+    """Results of `max_and_exp_sum`."""
+
+    maximum: tf.Tensor
+    exp_sum: tf.Tensor
+    place: tf.Tensor | None = None  # the first of the maximum's, if asked for
 
 
 def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:
-    """Computes `m = max(x)`, finite, `sum(exp(x - m))` and, if asked to, the first place of m over
-    a matrix's rows.
+    """Computes `m = max(x)`, finite, and `sum(exp(x - m))` over a matrix's rows.
+
+    If `argmax` asks for it, the first place of m is there too.
     """
-    places = tf.range(x.shape[1])
+    columns = x.shape[1]
+    places = tf.range(columns)
     if not (has_gpu() and in_xla()):
         row_max = tf.maximum(tf.reduce_max(x, -1), tf.float32.min)
         row_sum = tf.reduce_sum(tf.exp(x - row_max[:, tf.newaxis]), -1)
-        first = [
-            tf.reduce_min(tf.where(x == row_max[:, tf.newaxis], places, x.shape[1] - 1), -1)
-        ] * argmax
-        return [row_max, row_sum, *first]
+        is_max = x == row_max[:, tf.newaxis]
+        first_place = tf.reduce_min(tf.where(is_max, places, columns - 1), -1)
+        if not argmax:
+            return [row_max, row_sum]
+        return [row_max, row_sum, first_place]
 
     # In one read: a large matrix is not in any cache when it is read again.
     @tf.function(autograph=False)
     def combined(*pairs):
-        (max_a, sum_a, *at_a), (max_b, sum_b, *at_b) = (
-            pairs[: len(pairs) // 2],
-            pairs[len(pairs) // 2 :],
+        values_in_one = len(pairs) // 2
+        a = MaxAndExpSum(*pairs[:values_in_one])
+        b = MaxAndExpSum(*pairs[values_in_one:])
+        smaller = tf.exp(-tf.abs(a.maximum - b.maximum))
+        larger_a = a.maximum > b.maximum
+        first_place = []
+        if argmax:
+            are_equal = a.maximum == b.maximum
+            earlier = tf.minimum(a.place, b.place)
+            first_place = [tf.where(are_equal, earlier, tf.where(larger_a, a.place, b.place))]
+        maximum = tf.maximum(a.maximum, b.maximum)
+        exp_sum = tf.where(
+            larger_a, a.exp_sum + smaller * b.exp_sum, smaller * a.exp_sum + b.exp_sum
         )
-        smaller = tf.exp(-tf.abs(max_a - max_b))
-        larger_a = max_a > max_b
-        both = zip(at_a, at_b, strict=True)
-        firsts = [
-            tf.where(max_a == max_b, tf.minimum(a, b), tf.where(larger_a, a, b)) for a, b in both
-        ]
-        return (
-            tf.maximum(max_a, max_b),
-            tf.where(larger_a, sum_a + smaller * sum_b, smaller * sum_a + sum_b),
-            *firsts,
-        )
+        return (maximum, exp_sum, *first_place)
 
-    inputs = [x, tf.ones_like(x), *[tf.broadcast_to(places, x.shape)] * argmax]
-    start = [tf.constant(tf.float32.min), tf.constant(0.0), *[tf.constant(x.shape[1] - 1)] * argmax]
-    reducer = combined.get_concrete_function(
-        *[tf.TensorSpec([], t.dtype) for t in (*start, *start)]
-    )
+    inputs = [x, tf.ones_like(x)]
+    places_of_rows = tf.broadcast_to(places, x.shape)
+    start = [tf.constant(tf.float32.min), tf.constant(0.0)]
+    last_place = tf.constant(columns - 1)
+    if argmax:
+        inputs.append(places_of_rows)
+        start.append(last_place)
+    specs = [tf.TensorSpec([], t.dtype) for t in start]
+    reducer = combined.get_concrete_function(*specs, *specs)
     return list(private.xla.variadic_reduce(inputs, start, [1], reducer))
 
 
@@ -225,23 +267,29 @@ def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Size
 
 def dynamic_add_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Size]) -> tf.Tensor:
     """Returns `whole` with `part` added at `start`: in place, once compiled."""
-    return dynamic_update_slice(whole, tf.slice(whole, start, tf.shape(part)) + part, start)
+    before = tf.slice(whole, start, tf.shape(part))
+    return dynamic_update_slice(whole, before + part, start)
 
 
 def first_order(gradients: Sequence[tf.Tensor | None], what: str) -> list[tf.Tensor | None]:
-    """Returns a custom gradient's results, with an error where a tape asks for second derivatives
-    of a loop.
-    """
+    """Returns a custom gradient's results, whose own derivatives raise an error naming `what`."""
     message = (
         f'{what} has no second derivatives: pass implementation="reference", '
         "to a Trainer flash_attention=False."
     )
-    return [
-        None if g is None else tf.raw_ops.PreventGradient(input=g, message=message)
-        for g in gradients
-    ]
+    results = []
+    for gradient in gradients:
+        if gradient is not None:
+            gradient = tf.raw_ops.PreventGradient(input=gradient, message=message)
+        results.append(gradient)
+    return results
 
 
 def sizes(t: tf.Tensor) -> list[Size]:
     """Returns the shape, with tensors only where a size is not known."""
-    return [tf.shape(t)[i] if size is None else size for i, size in enumerate(t.shape)]
+    known_sizes = []
+    for i, size in enumerate(t.shape):
+        if size is None:
+            size = tf.shape(t)[i]
+        known_sizes.append(size)
+    return known_sizes
