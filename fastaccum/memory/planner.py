@@ -34,16 +34,19 @@ from fastaccum.memory.errors import OutOfMemoryError, explain, in_units
 from fastaccum.step.step import Step
 
 Policy = str | Sequence[str] | None  # of `fastaccum.remat`
-# Policies of recomputation, the cheapest first: none; all but products with weights; all but
-# attention; everything.
+
+# The policies of recomputation that a plan tries, the cheapest first: none; all but products with
+# weights; all but attention; everything.
 RECOMPUTED: tuple[Policy, ...] = (
     None,
     ["projection", "attention"],
     ["attention"],
     "nothing_saveable",
 )
-# of a device's memory, planned to be filled where no limit is given: allocators leave gaps
-SHARE = 0.95
+
+# Without a limit of the user's, a plan fills at most this share of a device's memory, since
+# allocators leave gaps.
+SHARE_TO_FILL = 0.95
 
 
 class Considered(NamedTuple):
@@ -55,7 +58,7 @@ class Considered(NamedTuple):
     peak_bytes: int  # the most that each device would hold
     fits: bool  # whether the peak is within the limit
     flops: int = 0  # floating point operations of a train step's matrix products and convolutions
-    # if not, the peak is a bound: what a step would hold if no result were ever freed
+    # If false, the peak is a bound: what a step would hold if no result were ever freed.
     compiled: bool = True
 
 
@@ -63,14 +66,18 @@ class Considered(NamedTuple):
 class Plan:
     """The micro-batch that `fastaccum.plan` chose. As text it is a table of those considered.
 
-    Attributes: batch_size: rows of a micro-batch, as `fit` takes it: on all replicas together.
+    Attributes:
+        batch_size: rows of a micro-batch, as `fit` takes it: on all replicas together.
         accumulation_steps: micro-batches in an update; times `batch_size` the global batch.
         recompute: the policy to pass to `fastaccum.remat`; None where nothing need be recomputed.
         peak_bytes: the most that each device will hold, as XLA planned it; a bound where nothing
-        was compiled. extra_flops: the share of arithmetic that `recompute` adds to a train step:
-        0.3 for 30% more. memory_limit: bytes that each device was allowed. compilations: programs
-        that were compiled for the plan. seconds: time that the plan took. considered: the
-        micro-batches that were looked at, in this order.
+            was compiled.
+        extra_flops: the share of arithmetic that `recompute` adds to a train step: 0.3 for 30%
+            more.
+        memory_limit: bytes that each device was allowed.
+        compilations: programs that were compiled for the plan.
+        seconds: time that the plan took.
+        considered: the micro-batches that were looked at, in this order.
     """
 
     batch_size: int
@@ -86,24 +93,27 @@ class Plan:
     @property
     def summary(self) -> str:
         """The choice, in one line."""
-        global_batch = self.batch_size * self.accumulation_steps
-        programs = (
-            f"{self.compilations} program{'s' * (self.compilations != 1)} compiled, "
-            f"{self.seconds:.0f} s"
-        )
-        at_most = "" if self.compilations else "at most "
-        recompute = (
-            f", recompute={self.recompute!r} ({self.extra_flops:+.0%} arithmetic)"
-            if self.recompute
-            else ""
-        )
-        micro_batches = (
-            f"{self.accumulation_steps} micro-batch{'es' * (self.accumulation_steps > 1)}"
-        )
-        rows = "1 row" if global_batch == 1 else f"{global_batch:,} rows"
+        micro_batches = f"{self.accumulation_steps} micro-batch"
+        if self.accumulation_steps > 1:
+            micro_batches += "es"
+        rows = _format_rows(self.batch_size * self.accumulation_steps)
+
+        recompute = ""
+        if self.recompute:
+            recompute = f", recompute={self.recompute!r} ({self.extra_flops:+.0%} arithmetic)"
+
+        peak = in_units(self.peak_bytes)
+        if self.compilations == 0:
+            peak = f"at most {peak}"
+
+        programs = f"{self.compilations} program"
+        if self.compilations != 1:
+            programs += "s"
+
         return (
             f"batch_size={self.batch_size} x {micro_batches} = {rows}{recompute}: "
-            f"{at_most}{in_units(self.peak_bytes)} of {in_units(self.memory_limit)} ({programs})"
+            f"{peak} of {in_units(self.memory_limit)} "
+            f"({programs} compiled, {self.seconds:.0f} s)"
         )
 
     def __repr__(self) -> str:
@@ -112,23 +122,44 @@ class Plan:
 
     def __str__(self) -> str:
         table = Table(box=None, pad_edge=False)
-        recomputed = any(c.recompute for c in self.considered)
         for column in ("batch_size", "micro-batches", "peak", "of the limit"):
             table.add_column(column, justify="right")
         table.add_column("")
-        for each in sorted(
-            self.considered, key=lambda c: (bool(c.recompute), str(c.recompute), c.batch_size)
-        ):
-            chosen = (each.batch_size, each.recompute) == (self.batch_size, self.recompute)
-            said = "chosen" if chosen else "" if each.fits else "does not fit"
-            said += f"  {each.recompute or 'as it is'}" * recomputed
-            figures = (
-                f"{each.batch_size:,}",
-                f"{each.accumulation_steps:,}",
-                in_units(each.peak_bytes),
+
+        # A column of policies would say nothing in a plan that recomputes nothing.
+        shows_policies = any(considered.recompute for considered in self.considered)
+        for considered in sorted(self.considered, key=_place_in_table):
+            note = self._verdict(considered)
+            if shows_policies:
+                note += f"  {considered.recompute or 'as it is'}"
+            table.add_row(
+                f"{considered.batch_size:,}",
+                f"{considered.accumulation_steps:,}",
+                in_units(considered.peak_bytes),
+                f"{considered.peak_bytes / self.memory_limit:.0%}",
+                note,
             )
-            table.add_row(*figures, f"{each.peak_bytes / self.memory_limit:.0%}", said)
         return f"{render(table)}\n{self.summary}"
+
+    def _verdict(self, considered: Considered) -> str:
+        """Tells what came of a micro-batch: chosen, too large, or "" for one that fits too."""
+        has_chosen_size = considered.batch_size == self.batch_size
+        if has_chosen_size and considered.recompute == self.recompute:
+            return "chosen"
+        if considered.fits:
+            return ""
+        return "does not fit"
+
+
+def _place_in_table(considered: Considered) -> tuple[bool, str, int]:
+    """Returns what a plan's table is sorted by: models as they are come before recomputed ones."""
+    return bool(considered.recompute), str(considered.recompute), considered.batch_size
+
+
+def _format_rows(rows: int) -> str:
+    if rows == 1:
+        return "1 row"
+    return f"{rows:,} rows"
 
 
 def render(table: Table) -> str:
@@ -142,30 +173,37 @@ def render(table: Table) -> str:
 
 
 def divisors(number: int, multiple_of: int = 1, at_most: int | None = None) -> list[int]:
-    """Returns the divisors of a number that are multiples of another, in rising order, none above
-    `at_most`.
-    """
-    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    found = sorted({*low, *(number // d for d in low)})
-    return [d for d in found if d % multiple_of == 0 and (at_most is None or d <= at_most)]
+    """Returns the divisors of a number, rising, that another divides; none above `at_most`."""
+    all_divisors = set()
+    for low in range(1, int(number**0.5) + 1):
+        if number % low == 0:
+            all_divisors.add(low)
+            all_divisors.add(number // low)
+
+    multiples = [divisor for divisor in sorted(all_divisors) if divisor % multiple_of == 0]
+    if at_most is None:
+        return multiples
+    return [divisor for divisor in multiples if divisor <= at_most]
 
 
 def largest_that_fits(
     peak: Callable[[int], float], candidates: Sequence[int], limit: float
 ) -> int | None:
-    """Bisects rising `candidates` for the largest whose peak is at most `limit`; returns None where
-    none fits.
+    """Bisects rising `candidates` for the largest whose peak is at most `limit`; None if none fits.
 
     `peak`, which must not fall as the rows grow, is called, once each, for the candidate that is
     returned and for the next larger one, and for `log2(len(candidates) + 1)` candidates at most.
     """
     fitting = bisect_right(candidates, limit, key=peak)
-    return candidates[fitting - 1] if fitting else None
+    if fitting == 0:
+        return None
+    return candidates[fitting - 1]
 
 
 def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = None) -> list[int]:
-    """Lists the micro-batches that make a global batch; raises ValueError if replicas do not divide
-    it.
+    """Lists the sizes of micro-batches that make a global batch; always at least the smallest.
+
+    Raises: ValueError: raised if the replicas cannot share the global batch equally.
     """
     if global_batch_size % replicas:
         raise ValueError(
@@ -173,9 +211,10 @@ def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = 
             f"replicas: pass a multiple of {replicas}, such as "
             f"{(global_batch_size // replicas + 1) * replicas}."
         )
-    return (
-        divisors(global_batch_size, replicas, at_most) or divisors(global_batch_size, replicas)[:1]
-    )
+    small_enough = divisors(global_batch_size, replicas, at_most)
+    if small_enough:
+        return small_enough
+    return divisors(global_batch_size, replicas)[:1]
 
 
 class Planner:
@@ -192,161 +231,230 @@ class Planner:
         verbose: Literal["auto", 0, 1, 2] = "auto",
         bound_suffices: bool = False,
     ):
-        # whose convolutions work in memory of no graph
+        # A GPU's convolutions work in memory of no graph, which a bound does not count.
         self._bound_suffices = bound_suffices and not has_gpu()
-        self._step, self._sample, self._global_batch, self._replicas = (
-            step,
-            sample,
-            global_batch_size,
-            replicas,
-        )
-        # train steps whose data a dispatch holds
-        self._dispatched, self._verbose = dispatched, bool(verbose)
+        self._step = step
+        self._sample = sample
+        self._global_batch = global_batch_size
+        self._replicas = replicas
+        self._dispatched = dispatched  # train steps whose data a dispatch holds
+        self._verbose = bool(verbose)
         self._stacks = [
             layer for layer in step.objective.model.layers if isinstance(layer, LayerStack)
         ]
-        self._started, self._limit = time.monotonic(), 0
-        self._memory: dict[tuple[str, int], StepMemory] = {}
+        self._started = time.monotonic()
+        self._limit = 0
+        self._memory: dict[tuple[str, int], StepMemory] = {}  # by the policy's repr and the rows
         self._considered: list[Considered] = []
 
     def plan(
         self, rows: Sequence[int], memory_limit: int | str | None, policies: Sequence[Policy]
     ) -> Plan:
-        """Plans among micro-batches of `rows`, rising, with the first policy under which one of
-        them fits.
-        """
+        """Plans among micro-batches of `rows`, rising, with the first policy that lets one fit."""
         self._limit = self._agreed(min, self._limit_of(memory_limit))
+        smallest = rows[0]
         for number, policy in enumerate(policies):
             with contextlib.ExitStack() as scope:
                 try:
                     scope.enter_context(self._recomputing(policy))
                     scope.enter_context(self._step.temporary_retrace())
-                    # Where even the smallest may be too large, it comes first: the others are
-                    # larger still.
-                    if number and self._peak(policy, rows[0]) > self._limit:
+                    # After a policy under which nothing fitted, even the smallest may be too large.
+                    # It comes first, since the others are larger still.
+                    if number > 0 and self._peak(policy, smallest) > self._limit:
                         continue
                 except ValueError as error:
-                    # nothing could be computed again, or not all that was found
-                    raise self._nothing_fits(
-                        rows[0], policies[:number], [without_arguments(error)]
-                    ) from error
+                    # Nothing could be computed again, or not all that was found.
+                    tried = policies[:number]
+                    reason = without_arguments(error)
+                    raise self._nothing_fits(smallest, tried, [reason]) from error
                 chosen = self._largest(policy, rows)
                 if chosen is not None:
                     return self._planned(policy, chosen)
-        raise self._nothing_fits(rows[0], policies)
+        raise self._nothing_fits(smallest, policies)
 
     def _recomputing(self, policy: Policy) -> contextlib.AbstractContextManager[None]:
-        """Applies a policy to the model's LayerStacks, or else its blocks; raises ValueError if it
-        would do nothing.
+        """Applies a policy to the model's LayerStacks, or to its blocks if it has none.
+
+        Raises: ValueError: raised if the policy would do nothing.
         """
-        if policy and not (self._stacks or self._step.objective.options.uses_xla):
+        model = self._step.objective.model.model
+        uses_xla = self._step.objective.options.uses_xla
+        if policy and not self._stacks and not uses_xla:
             raise ValueError(
                 "The step runs without XLA, where no block is computed again: try jit_compile=True."
             )
-        if not self._stacks or policy is None:
-            return recomputing(self._step.objective.model.model, policy)
-        return replaced(
-            [each for s in self._stacks for each in ((s, "policy", policy), (s, "unroll", False))]
-        )
+        if policy is None or not self._stacks:
+            return recomputing(model, policy)
 
-    def _limit_of(self, given: int | str | None) -> int:
-        if given is not None:
-            return device.parse_size(given)
-        devices = [None] if self._replicas is None else self._replicas.devices
-        found = [device.available(each) for each in devices]
-        limit = min(limit_of(self._step, memory) for memory in found)
-        return limit if found[0].source == device.LIMIT else int(SHARE * limit)
+        attributes: list[tuple[object, str, object]] = []
+        for stack in self._stacks:
+            attributes.append((stack, "policy", policy))
+            attributes.append((stack, "unroll", False))
+        return replaced(attributes)
+
+    def _limit_of(self, memory_limit: int | str | None) -> int:
+        """Returns the bytes that a plan may fill of each of this process's devices."""
+        if memory_limit is not None:
+            return device.parse_size(memory_limit)
+
+        devices: Sequence[str | None] = [None]
+        if self._replicas is not None:
+            devices = self._replicas.devices
+        memories = [device.available(name) for name in devices]
+        limit = min(limit_of(self._step, memory) for memory in memories)
+        if memories[0].source == device.LIMIT:  # the user's own, which is meant as it is
+            return limit
+        return int(SHARE_TO_FILL * limit)
 
     def _agreed(self, which: Callable[[Iterable[int]], int], value: int) -> int:
-        """Returns the least or the most that any worker says."""
-        return (
-            value
-            if self._replicas is None
-            else which(int(said) for (said,) in self._replicas.gather([value]))
-        )
+        """Returns the least or the most of all workers' values, as `which` is `min` or `max`."""
+        if self._replicas is None:
+            return value
+        return which(int(number) for (number,) in self._replicas.gather([value]))
 
     def _largest(self, policy: Policy, rows: Sequence[int]) -> int | None:
-        known = {c.batch_size: c.peak_bytes for c in self._considered if c.recompute == policy}
-        if not known:
+        """Finds the most rows that fit under a policy, which is already applied."""
+        peaks: dict[int, int] = {}
+        for considered in self._considered:
+            if considered.recompute == policy:
+                peaks[considered.batch_size] = considered.peak_bytes
+
+        # The largest micro-batch comes first: where there is plainly room, it is the only one.
+        if not peaks:
             most = rows[-1]
             bound = self._bound(most)
             if bound is not None and bound <= self._limit:
                 if self._bound_suffices:
-                    steps = self._global_batch // most
-                    self._considered.append(
-                        Considered(most, steps, policy, bound, fits=True, compiled=False)
-                    )
+                    self._consider_by_bound(policy, most, bound)
                     return most
-                known[most] = self._peak(policy, most)
-                if known[most] <= self._limit:  # what a GPU's convolutions work in is in no graph
+                # A program is compiled all the same: a GPU's convolutions work in memory of no
+                # graph.
+                peaks[most] = self._peak(policy, most)
+                if peaks[most] <= self._limit:
                     return most
-        return largest_that_fits(lambda n: known.get(n) or self._peak(policy, n), rows, self._limit)
+
+        def peak(batch_size: int) -> int:
+            return peaks.get(batch_size) or self._peak(policy, batch_size)
+
+        return largest_that_fits(peak, rows, self._limit)
+
+    def _consider_by_bound(self, policy: Policy, rows: int, bound: int) -> None:
+        """Notes a micro-batch that fits by its bound, and is not compiled."""
+        steps = self._global_batch // rows
+        self._considered.append(Considered(rows, steps, policy, bound, fits=True, compiled=False))
 
     def _trace(self, rows: int) -> list[ConcreteFunction]:
         return self._step.trace(dispatch_of(self._sample, rows, self._global_batch // rows))
 
     def _bound(self, rows: int) -> int | None:
-        """Returns, without compiling, what a device would hold if no result were ever freed; None
-        if not known.
+        """Bounds what a device would hold if no result were ever freed; None if it is not known.
+
+        Nothing is compiled.
         """
-        bound = bytes_at_most(self._step, self._trace(rows))
+        # Workers exchange numbers only: one over the limit stands for a bound that is not known.
         unknown = self._limit + 1
-        bound = self._agreed(max, unknown if bound is None else self._dispatched * bound)
-        return None if bound == unknown else bound
+        bytes_of_dispatch = unknown
+        bytes_of_step = bytes_at_most(self._step, self._trace(rows))
+        if bytes_of_step is not None:
+            bytes_of_dispatch = self._dispatched * bytes_of_step
+
+        bound = self._agreed(max, bytes_of_dispatch)
+        if bound == unknown:
+            return None
+        return bound
 
     def _peak(self, policy: Policy, rows: int) -> int:
         """Compiles the step for micro-batches of so many rows, and returns the peak."""
-        steps, number = self._global_batch // rows, len(self._considered) + 1
         if self._verbose:
-            size = "1 row" if rows == 1 else f"{rows:,} rows"
+            number = len(self._considered) + 1
             print(
-                f"plan: compiling program {number}, micro-batches of {size}",
+                f"plan: compiling program {number}, micro-batches of {_format_rows(rows)}",
                 file=sys.stderr,
                 flush=True,
             )
+
         programs = compile_programs(self._trace(rows))
-        memory, flops = (
-            measure(self._step, programs),
-            cost.count(proto for _, proto in programs).flops,
-        )
+        memory = measure(self._step, programs)
+        flops = cost.count(proto for _, proto in programs).flops
+
         # A dispatch of several train steps holds the data of all of them.
-        peak = self._agreed(
-            max, memory.peak_bytes + (self._dispatched - 1) * memory.by_kind["data"]
-        )
-        self._considered.append(Considered(rows, steps, policy, peak, peak <= self._limit, flops))
+        data_of_other_steps = (self._dispatched - 1) * memory.by_kind["data"]
+        peak = self._agreed(max, memory.peak_bytes + data_of_other_steps)
+
+        steps = self._global_batch // rows
+        fits = peak <= self._limit
+        self._considered.append(Considered(rows, steps, policy, peak, fits, flops))
         self._memory[repr(policy), rows] = memory
         return peak
 
-    def _planned(self, policy: Policy, chosen: int) -> Plan:
-        (found,) = (c for c in self._considered if (c.batch_size, c.recompute) == (chosen, policy))
-        smallest = {
-            repr(c.recompute): c.flops
-            for c in sorted(self._considered, key=lambda c: -c.batch_size)
-        }
-        extra = (
-            smallest[repr(policy)] / smallest["None"] - 1 if policy and smallest["None"] else 0.0
+    def _planned(self, policy: Policy, rows: int) -> Plan:
+        """Makes the plan that has chosen micro-batches of so many rows under a policy."""
+        (chosen,) = (
+            considered
+            for considered in self._considered
+            if considered.batch_size == rows and considered.recompute == policy
         )
-        considered, seconds = tuple(self._considered), time.monotonic() - self._started
-        compilations = sum(each.compiled for each in considered)
-        return Plan(*found[:4], extra, self._limit, compilations, seconds, considered)
+        extra_flops = self._extra_flops(policy)
+        return Plan(
+            batch_size=chosen.batch_size,
+            accumulation_steps=chosen.accumulation_steps,
+            recompute=chosen.recompute,
+            peak_bytes=chosen.peak_bytes,
+            extra_flops=extra_flops,
+            memory_limit=self._limit,
+            compilations=sum(considered.compiled for considered in self._considered),
+            seconds=time.monotonic() - self._started,
+            considered=tuple(self._considered),
+        )
+
+    def _extra_flops(self, policy: Policy) -> float:
+        """Returns the share of arithmetic that a policy adds to the smallest micro-batches.
+
+        These were compiled with the policy and without; larger ones may compute less.
+        """
+        if not policy:
+            return 0.0
+
+        # The largest come first, so that the smallest of each policy is the one that stays.
+        flops: dict[str, int] = {}
+        for considered in sorted(self._considered, key=lambda c: -c.batch_size):
+            flops[repr(considered.recompute)] = considered.flops
+
+        flops_as_it_is = flops[repr(None)]
+        if not flops_as_it_is:
+            return 0.0
+        return flops[repr(policy)] / flops_as_it_is - 1
 
     def _nothing_fits(
-        self, rows: int, policies: Sequence[Policy], more: Sequence[str] = ()
+        self, rows: int, tried: Sequence[Policy], reasons: Sequence[str] = ()
     ) -> OutOfMemoryError:
-        memory = self._memory[repr(policies[-1]), rows]
-        tried = (
-            f", nor does it with recompute={' or '.join(map(repr, policies[1:]))}"
-            if policies[1:]
-            else ""
-        )
+        """Makes the error of a plan whose smallest micro-batch does not fit under a tried policy.
+
+        `reasons` tell why no other policy was tried.
+        """
+        memory = self._memory[repr(tried[-1]), rows]
+        size = f"{rows} row"
+        if rows > 1:
+            size += "s"
+        without_success = ""
+        recomputed = tried[1:]  # the first policy leaves the model as it is
+        if recomputed:
+            policies = " or ".join(map(repr, recomputed))
+            without_success = f", nor does it with recompute={policies}"
         message = (
-            f"Not even a micro-batch of {rows} row{'s' * (rows > 1)} fits{tried}: it takes "
+            f"Not even a micro-batch of {size} fits{without_success}: it takes "
             f"{in_units(memory.peak_bytes)} of a device, and {in_units(self._limit)} are there. "
             "Nothing was changed."
         )
-        if (has_gpu() or self._stacks) and not (more or tried) and memory.by_kind["activations"]:
-            more = [
+
+        advice = list(reasons)
+        # On a CPU, XLA saves nothing if blocks are computed again; a LayerStack saves anywhere.
+        saves_memory = has_gpu() or self._stacks
+        has_tried = recomputed or reasons
+        if saves_memory and not has_tried and memory.by_kind["activations"]:
+            advice.append(
                 "recompute='auto' looks for the activations that it is enough to compute again."
-            ]
-        more = [*more, *self._step.advice]
-        return explain(message, memory, self._limit, self._step.objective.losses.outputs, more=more)
+            )
+        advice += self._step.advice
+        outputs = self._step.objective.losses.outputs
+        return explain(message, memory, self._limit, outputs, more=advice)
