@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,14 +20,13 @@ from fastaccum.memory.device import LIMIT, DeviceMemory, available
 from fastaccum.step.compiler_ir import MemoryAnalysis, hlo_proto, memory_of
 from fastaccum.step.step import Step
 
-# stacks that a fit holds: one is trained on, one waits to be read, others are made ahead
+# The number of stacks that a fit holds: one is trained on, one waits to be read, others are made
+# ahead.
 IN_FLIGHT = 2 + PREFETCH
 
 
 def dispatch_memory(step: Step, dispatch: Dispatch) -> StepMemory:
-    """Compiles a step for a dispatch of specs, and returns the memory that it takes of each
-    replica's device.
-    """
+    """Compiles a step for a dispatch of specs; returns the memory it takes of each device."""
     return measure(step, compile_programs(step.trace(dispatch)))
 
 
@@ -38,60 +38,80 @@ def compile_programs(
 
 
 def measure(step: Step, programs: list[tuple[ConcreteFunction, HloProto]]) -> StepMemory:
-    """Returns the memory of a step's programs, which run one after the other, while the largest of
-    them runs.
-    """
+    """Returns the memory of a step while its largest program runs; the programs run in turn."""
     layers = {layer.name for layer in step.objective.model.layers}
-    trained = [tuple(v.shape) for v in step.cycle.variables]
-    stays = resident(step)
+    trained = [tuple(variable.shape) for variable in step.cycle.variables]
+    resident_buffers = resident(step)
+
     moments = []
     for concrete, proto in programs:
-        found = [*stays, *_arguments(concrete), *program_buffers(proto, layers, trained)]
-        moments.append(
-            StepMemory(memory_of(proto), tuple(buffer for buffer in found if buffer.bytes))
-        )
-    if step.exchanged_bytes and len(programs) > 1:  # between the first and the second
-        data = [buffer for buffer in _arguments(programs[0][0]) if buffer.kind == "data"]
-        found = [
-            *stays,
-            *data,
-            Buffer(step.exchanged_bytes, "accumulators", "", "exchanged by replicas"),
+        buffers = [
+            *resident_buffers,
+            *_arguments(concrete),
+            *program_buffers(proto, layers, trained),
         ]
-        moments.append(StepMemory(MemoryAnalysis(0, 0, 0, step.exchanged_bytes), tuple(found)))
+        not_empty = tuple(buffer for buffer in buffers if buffer.bytes)
+        moments.append(StepMemory(memory_of(proto), not_empty))
+
+    # Between the first program and the second, the replicas exchange what the first one has summed.
+    if step.exchanged_bytes and len(programs) > 1:
+        first_program, _ = programs[0]
+        data = [buffer for buffer in _arguments(first_program) if buffer.kind == "data"]
+        exchanged = Buffer(step.exchanged_bytes, "accumulators", "", "exchanged by replicas")
+        memory_plan = MemoryAnalysis(0, 0, 0, step.exchanged_bytes)
+        moments.append(StepMemory(memory_plan, (*resident_buffers, *data, exchanged)))
+
     return max(moments, key=lambda moment: moment.peak_bytes)
 
 
 def needs_shares(
     weights: Sequence[Variable], trained: Sequence[Variable], devices: list[str], slots: float
 ) -> bool:
-    """Tells if a device would be too small for all slots, `slots` numbers a weight, beside what
-    replicas exchange.
+    """Tells if a device would be too small for all slots, beside what replicas exchange.
+
+    `slots` is how many numbers the optimizer keeps for each trained weight.
     """
-    held, updated = (
-        sum(_bytes(raw(v).shape, raw(v).dtype) for v in each) for each in (weights, trained)
-    )
-    needed = held + (slots + 2) * updated
-    sharing = len(devices) if "CPU" in devices[0] else 1
-    return needed > min(
-        m.total if m.source == LIMIT else m.free // sharing + held for m in map(available, devices)
-    )
+    weight_bytes = _bytes_of_variables(weights)
+    trained_bytes = _bytes_of_variables(trained)
+    # The exchange holds two gradients of each trained weight: before it and after.
+    needed = weight_bytes + (slots + 2) * trained_bytes
+
+    # All devices of a CPU's replicas take of one memory.
+    sharing = 1
+    if "CPU" in devices[0]:
+        sharing = len(devices)
+
+    def room(memory: DeviceMemory) -> int:
+        if memory.source == LIMIT:
+            return memory.total
+        return memory.free // sharing + weight_bytes  # the weights are there already
+
+    return needed > min(room(available(device)) for device in devices)
+
+
+def _bytes_of_variables(variables: Iterable[Variable]) -> int:
+    return sum(_bytes(raw(variable).shape, raw(variable).dtype) for variable in variables)
 
 
 def bytes_at_most(step: Step, functions: Iterable[ConcreteFunction]) -> int | None:
-    """Bounds `measure` from above without compiling, as if no result were freed; None if a size is
-    unknown.
+    """Bounds `measure` from above as if no result were freed; None if a size is unknown.
+
+    Nothing is compiled.
     """
     total = resident_bytes(step) + step.exchanged_bytes
     for concrete in functions:
-        if (computed := _computed(concrete)) is None:
+        computed_bytes = _computed(concrete)
+        if computed_bytes is None:
             return None
-        total += computed + sum(buffer.bytes for buffer in _arguments(concrete))
+        total += computed_bytes
+        total += sum(buffer.bytes for buffer in _arguments(concrete))
     return total
 
 
-# Operations whose result is another operation's, or a list of axes that XLA computes while it
-# compiles.
-_ALIASES = {
+# The operations that take no memory of their own: the result of each is another operation's, or a
+# list of axes that XLA computes while it compiles.
+_WITHOUT_MEMORY = {
+    "BroadcastGradientArgs",
     "Identity",
     "IdentityN",
     "NoOp",
@@ -100,79 +120,93 @@ _ALIASES = {
     "StatefulPartitionedCall",
     "PartitionedCall",
 }
-_ALIASES |= {"BroadcastGradientArgs"}
+
+# Operations on a list of tensors that make no list.
+_READS_OR_WRITES_LIST = ("TensorListSetItem", "TensorListGetItem", "TensorListStack")
 
 
 def _computed(concrete: ConcreteFunction) -> int | None:
-    """Sums the bytes of all results in a graph and the functions that it calls; returns None if a
-    shape is unknown.
+    """Sums the bytes of all results in a graph and in the functions that it calls.
+
+    Returns None if a shape is unknown.
     """
     graph = concrete.graph.as_graph_def(add_shapes=True)
     functions = {function.signature.name: function.node_def for function in graph.library.function}
 
-    def of_nodes(nodes: Iterable[tf.compat.v1.NodeDef]) -> float:
+    def count_in_nodes(nodes: Iterable[tf.compat.v1.NodeDef]) -> float:
         constants = {node.name: node.attr["value"].tensor for node in nodes if node.op == "Const"}
-        return sum(of_node(node) + _list_elements(node, constants) for node in nodes)
+        elements: float = 0
+        for node in nodes:
+            elements += count_in_node(node)
+            elements += _list_elements(node, constants)
+        return elements
 
-    def of_node(node: tf.compat.v1.NodeDef) -> float:
-        total = sum(
-            of_function(value.func.name)
-            for value in node.attr.values()
-            if value.func.name in functions
-        )
-        if node.op in _ALIASES:
-            return total
+    def count_in_node(node: tf.compat.v1.NodeDef) -> float:
+        elements: float = 0
+        for value in node.attr.values():
+            if value.func.name in functions:
+                elements += count_in_function(value.func.name)
+        if node.op in _WITHOUT_MEMORY:
+            return elements
         for shape in node.attr[private.OUTPUT_SHAPES].list.shape:
-            unknown = shape.unknown_rank or any(dim.size < 0 for dim in shape.dim)
-            total += math.inf if unknown else math.prod(dim.size for dim in shape.dim)
-        return total
+            elements += _elements(shape)
+        return elements
 
     @functools.cache
-    def of_function(name: str) -> float:
-        return of_nodes(functions[name])
+    def count_in_function(name: str) -> float:
+        return count_in_nodes(functions[name])
 
-    # any element counts 8 bytes
-    wide = any(tensor.dtype in (tf.float64, tf.complex128) for tensor in concrete.inputs)
-    total = of_nodes(graph.node) * (8 if wide else 4)
-    return None if math.isinf(total) else int(total)
+    # Every element counts 4 bytes, or 8 if an input is of double precision.
+    is_wide = any(tensor.dtype in (tf.float64, tf.complex128) for tensor in concrete.inputs)
+    bytes_of_element = 8 if is_wide else 4
+    total = count_in_nodes(graph.node) * bytes_of_element
+    if math.isinf(total):
+        return None
+    return int(total)
+
+
+def _elements(shape: Any) -> float:
+    """Counts the elements of a TensorShapeProto; infinite if its rank or a size is unknown."""
+    if shape.unknown_rank:
+        return math.inf
+    sizes = [dim.size for dim in shape.dim]
+    if any(size < 0 for size in sizes):
+        return math.inf
+    return math.prod(sizes)
 
 
 def _list_elements(node: tf.compat.v1.NodeDef, constants: Mapping[str, object]) -> float:
-    """Counts the elements of the list that an operation makes; infinite where its length or a shape
-    is unknown.
+    """Counts the elements of the list that an operation makes, and of a copy of it.
+
+    They are infinite if the list's length or a shape in it is unknown.
     """
-    if not node.op.startswith("TensorList") or node.op in (
-        "TensorListSetItem",
-        "TensorListGetItem",
-        "TensorListStack",
-    ):
+    if not node.op.startswith("TensorList") or node.op in _READS_OR_WRITES_LIST:
         return 0
-    sizes = [constants.get(name.partition(":")[0]) for name in node.input[:2]]
-    if node.op != "TensorListReserve" or None in sizes:
+    if node.op != "TensorListReserve":
         return math.inf
-    shape, length = map(tf.make_ndarray, sizes)
-    # and a copy
-    return (
-        2 * int(length) * math.prod(shape.tolist())
-        if shape.ndim and (shape >= 0).all()
-        else math.inf
-    )
+
+    # TensorListReserve takes the shape of an element, and the number of elements.
+    operands = [constants.get(name.partition(":")[0]) for name in node.input[:2]]
+    if None in operands:
+        return math.inf
+    element_shape, length = map(tf.make_ndarray, operands)
+    is_known = element_shape.ndim and (element_shape >= 0).all()
+    if not is_known:
+        return math.inf
+    return 2 * int(length) * math.prod(element_shape.tolist())
 
 
 def limit_of(step: Step, memory: DeviceMemory) -> int:
-    """Returns the bytes that `peak_bytes` of a built step may reach: free memory, and the
-    variables' share of it.
-    """
-    return (
-        memory.total
-        if memory.source == LIMIT
-        else memory.free // step.sharing + resident_bytes(step)
-    )
+    """Returns what a built step's `peak_bytes` may reach: free memory and that of its variables."""
+    if memory.source == LIMIT:
+        return memory.total
+    return memory.free // step.sharing + resident_bytes(step)
 
 
 def specs(sample: Batch, rows: int) -> Batch:
-    """Specs of a micro-batch like `sample`, of so many rows; raises ValueError where another axis
-    is not known.
+    """Makes the specs of a micro-batch like `sample`, of so many rows.
+
+    Raises: ValueError: raised if another axis is not known.
     """
     for leaf in tf.nest.flatten(sample):
         if not leaf.shape[1:].is_fully_defined():
@@ -181,43 +215,45 @@ def specs(sample: Batch, rows: int) -> Batch:
                 "not known. Pad all to one length (.padded_batch with padded_shapes), or plan "
                 "with arrays of the longest rows there are."
             )
-    return tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape[1:]], s.dtype), sample)
-
-
-def stacked(batch: Batch, accumulation: int) -> Batch:
-    """Specs of a step's stack, from those of one micro-batch."""
-    return tf.nest.map_structure(lambda s: tf.TensorSpec([accumulation, *s.shape], s.dtype), batch)
-
-
-def dispatch_of(sample: Batch, rows: int, accumulation: int) -> Dispatch:
-    """Specs of the dispatch with which `fit` trains on micro-batches like `sample`, of so many
-    rows.
-    """
-    return Dispatch(
-        (stacked(specs(sample, rows)._replace(valid=tf.TensorSpec([rows], tf.bool)), accumulation),)
+    return tf.nest.map_structure(
+        lambda spec: tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype), sample
     )
 
 
+def stacked(batch: Batch, accumulation: int) -> Batch:
+    """Makes the specs of a step's stack from those of one micro-batch."""
+    return tf.nest.map_structure(
+        lambda spec: tf.TensorSpec([accumulation, *spec.shape], spec.dtype), batch
+    )
+
+
+def dispatch_of(sample: Batch, rows: int, accumulation: int) -> Dispatch:
+    """Makes the specs of the dispatch with which `fit` trains on so many rows like `sample`."""
+    micro_batch = specs(sample, rows)._replace(valid=tf.TensorSpec([rows], tf.bool))
+    return Dispatch((stacked(micro_batch, accumulation),))
+
+
 def resident(step: Step) -> list[Buffer]:
-    """The variables that stay in memory: the model's, the optimizer's slots and the step's sums."""
-    objective, cycle = step.objective, step.cycle
-    found: dict[int, Buffer] = {}
+    """Lists what stays in memory: the variables of the model, the optimizer and the step's sums."""
+    objective = step.objective
+    cycle = step.cycle
+    buffers: dict[int, Buffer] = {}  # by the variable's identity, since a model may share weights
 
     def add(kind: Kind, variables: Iterable[keras.Variable | tf.Variable]) -> None:
         for variable in variables:
             value = variable if isinstance(variable, tf.Variable) else variable.value
-            layer, _, name = getattr(variable, "path", value.name.partition(":")[0]).rpartition("/")
+            path = getattr(variable, "path", value.name.partition(":")[0])
+            layer, _, name = path.rpartition("/")
             shape = tuple(value.shape)
-            found.setdefault(
-                id(value), Buffer(_bytes(shape, value.dtype), kind, layer, name, shape)
-            )
+            buffer = Buffer(_bytes(shape, value.dtype), kind, layer, name, shape)
+            buffers.setdefault(id(value), buffer)
 
     add("weights", objective.model.variables)
     add("weights", cycle.trained)
     elsewhere = step.elsewhere
     add("optimizer slots", [v for v in cycle.optimizer.variables if id(v) not in elsewhere])
     add("other", [*step.running.variables, *objective.state])
-    return list(found.values())
+    return list(buffers.values())
 
 
 def resident_bytes(step: Step) -> int:
@@ -225,33 +261,50 @@ def resident_bytes(step: Step) -> int:
 
 
 def _arguments(concrete: ConcreteFunction) -> Iterator[Buffer]:
-    """The tensors that a program is called with or captured, other than its variables."""
-    captured, (arguments, _) = concrete.captured_inputs, concrete.structured_input_signature
-    given = [each._asdict() if isinstance(each, Batch) else {"": each} for each in arguments]
-    names = [
-        place for each in given for name, nest in each.items() for place in _places(name, nest)
-    ]
+    """Yields the tensors that a program is called with or captured, other than its variables."""
+    positional, _ = concrete.structured_input_signature
+    names: list[str] = []
+    for argument in positional:
+        if isinstance(argument, Batch):
+            for field, nest in argument._asdict().items():
+                names += _places(field, nest)
+        else:
+            names += _places("", argument)
+
+    # `inputs` ends with the captured tensors, which have no names here.
     for name, tensor in zip(names, concrete.inputs, strict=False):
-        kind: Kind = "data" if name else "accumulators"
-        copies = IN_FLIGHT if name else 1
-        yield Buffer(
-            copies * _bytes(tensor.shape, tensor.dtype), kind, "", name, tuple(tensor.shape)
-        )
-    for tensor in captured:
+        kind: Kind = "accumulators"
+        copies = 1
+        if name:
+            kind = "data"
+            copies = IN_FLIGHT
+        size = copies * _bytes(tensor.shape, tensor.dtype)
+        yield Buffer(size, kind, "", name, tuple(tensor.shape))
+
+    for tensor in concrete.captured_inputs:
         if tensor.dtype != tf.resource:
-            yield Buffer(
-                _bytes(tensor.shape, tensor.dtype), "other", "", "a constant", tuple(tensor.shape)
-            )
+            size = _bytes(tensor.shape, tensor.dtype)
+            yield Buffer(size, "other", "", "a constant", tuple(tensor.shape))
 
 
 def _places(name: str, nest: object) -> list[str]:
     """Names the tensors of a nest, in the order of `tf.nest`: "x['image']", "x[0]"."""
-    if not isinstance(nest, (Mapping, list, tuple)):
-        return [name] * (nest is not None)
-    parts = (
-        [(key, nest[key]) for key in sorted(nest)] if isinstance(nest, Mapping) else enumerate(nest)
-    )
-    return [place for key, part in parts for place in _places(name and f"{name}[{key!r}]", part)]
+    if nest is None:
+        return []
+    items: Iterable[tuple[Any, object]]
+    if isinstance(nest, Mapping):
+        items = [(key, nest[key]) for key in sorted(nest)]
+    elif isinstance(nest, (list, tuple)):
+        items = enumerate(nest)
+    else:
+        return [name]
+
+    names = []
+    for key, part in items:
+        # What is in a nest without a name has none either.
+        part_name = f"{name}[{key!r}]" if name else ""
+        names += _places(part_name, part)
+    return names
 
 
 def _bytes(shape: Iterable[int], dtype: tf.DType) -> int:
