@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import tensorflow as tf
 from rich.table import Table
 
+from fastaccum.adapters.attributes import Variable
 from fastaccum.data.stacks import Batch, Layout
 from fastaccum.lines import one_line
 from fastaccum.memory import analysis, cost
@@ -19,7 +20,8 @@ from fastaccum.memory.errors import head_advice, in_units
 from fastaccum.memory.planner import render
 from fastaccum.step.step import Step
 
-LARGEST = 3  # buffers that the table names
+# The number of the largest buffers that the table names.
+LARGEST = 3
 
 
 class Compiled(NamedTuple):
@@ -34,13 +36,18 @@ class Compiled(NamedTuple):
 class Summary:
     """A train step in figures, on each replica's device; `print` shows them as a table.
 
-    Attributes: model: its name. trainable_parameters: parameters that the step trains.
-        frozen_parameters: all other parameters of the model, with moving statistics. rows: of a
-        micro-batch on each replica. accumulation_steps: micro-batches of a step. jit_compile:
-        whether the step runs as an XLA program; without, the figures are those that it would have
-        as one. replicas: over which a micro-batch is split. flops: floating point operations of a
-        step's matrix products and convolutions, as compiled for this device: two
-            for a multiplication and its addition. Recomputed products count again.
+    Attributes:
+        model: its name.
+        trainable_parameters: parameters that the step trains.
+        frozen_parameters: all other parameters of the model, with moving statistics.
+        rows: of a micro-batch on each replica.
+        accumulation_steps: micro-batches of a step.
+        jit_compile: whether the step runs as an XLA program; without, the figures are those that
+            it would have as one.
+        replicas: over which a micro-batch is split.
+        flops: floating point operations of a step's matrix products and convolutions, as compiled
+            for this device: two for a multiplication and its addition. Recomputed products count
+            again.
         at_least: whether FLOPs are more: one turn counts of a loop whose length XLA does not know,
             such as a recurrent layer's backward pass.
         memory: the step's memory at its peak.
@@ -66,22 +73,24 @@ class Summary:
     advice: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Returns one line, since `Trainer.summary` has printed the table when a notebook shows
-        what it returned.
-        """
-        parameters = f"{self.trainable_parameters:,} trainable parameters"
-        flops = f"{'at least ' if self.at_least else ''}{self.flops / 1e9:,.4g} GFLOP"
+        """Returns one line: a notebook shows it after `Trainer.summary` has printed the table."""
         return (
-            f"<Summary of {self._title()}: {parameters}, {flops}, "
-            f"{in_units(self.memory.peak_bytes)}>"
+            f"<Summary of {self._title()}: {self.trainable_parameters:,} trainable parameters, "
+            f"{self._format_flops()}, {in_units(self.memory.peak_bytes)}>"
         )
+
+    def _format_flops(self) -> str:
+        flops = f"{self.flops / 1e9:,.4g} GFLOP"
+        if self.at_least:
+            return f"at least {flops}"
+        return flops
 
     def _title(self) -> str:
         rows = "1 row" if self.rows == 1 else f"{self.rows:,} rows"
-        on_each = f", on each of {self.replicas} replicas" if self.replicas > 1 else ""
-        return (
-            f"{one_line(self.model)}: a train step of {self.accumulation_steps:,} x {rows}{on_each}"
-        )
+        title = f"{one_line(self.model)}: a train step of {self.accumulation_steps:,} x {rows}"
+        if self.replicas > 1:
+            title += f", on each of {self.replicas} replicas"
+        return title
 
     def __str__(self) -> str:
         table = Table("", "", title=self._title(), title_justify="left", show_header=False)
@@ -96,7 +105,7 @@ class Summary:
         yield "parameters, trainable", f"{self.trainable_parameters:,}"
         yield "parameters, frozen", f"{self.frozen_parameters:,}"
         yield "runs", "with XLA" if self.jit_compile else "without XLA (figures: with it)"
-        yield "FLOPs of an update", f"{'at least ' * self.at_least}{self.flops / 1e9:,.4g} GFLOP"
+        yield "FLOPs of an update", self._format_flops()
 
     def _memory(self) -> Iterator[tuple[str, str]]:
         for kind, size in self.memory.by_kind.items():
@@ -114,50 +123,74 @@ class Summary:
 
     def _programs(self) -> Iterator[tuple[str, str]]:
         for program in self.programs:
-            shapes = ", ".join("x".join(map(str, shape)) for shape in program.shapes if shape)
-            yield f"made: {program.name}, {shapes}", f"{program.seconds:.1f} s"
+            shapes = []
+            for shape in program.shapes:
+                if shape:  # a scalar's would be empty
+                    shapes.append("x".join(map(str, shape)))
+            yield f"made: {program.name}, {', '.join(shapes)}", f"{program.seconds:.1f} s"
         if not self.programs:
             yield "compiled so far", "none"
 
 
 def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
-    """Compiles a step for micro-batches like the sample, specs of all replicas' rows together; runs
-    nothing.
+    """Compiles a step for micro-batches like the sample, and runs nothing.
+
+    The sample has the specs of all replicas' rows together.
     """
-    rows = tf.nest.flatten(sample.x)[0].shape[0]
-    if rows is None:
+    all_rows = tf.nest.flatten(sample.x)[0].shape[0]
+    if all_rows is None:
         raise ValueError(
             "batch_size=None, and the data do not say how many rows a micro-batch has: pass "
             "batch_size."
         )
-    rows = -(-rows // layout.replicas)  # as they are cut, on each replica
-    local = rows * len(range(layout.replicas)[layout.shards])
-    if (fused := step.objective.attention) is not None:
-        fused.choices.clear()
-    uses_xla = step.objective.options.uses_xla
+    rows = -(-all_rows // layout.replicas)  # rounded up, as a micro-batch is cut for the replicas
+    local_replicas = len(range(layout.replicas)[layout.shards])
+
+    # Tracing the step notes anew what computes each attention layer.
+    attention = step.objective.attention
+    if attention is not None:
+        attention.choices.clear()
+    uses_xla = step.objective.options.uses_xla  # without XLA, the figures are still those with it
+    dispatch = analysis.dispatch_of(sample, rows * local_replicas, layout.accumulation)
     with step.temporary_retrace():
-        programs = analysis.compile_programs(
-            step.trace(analysis.dispatch_of(sample, local, layout.accumulation))
-        )
+        programs = analysis.compile_programs(step.trace(dispatch))
+    choices = {}
+    if attention is not None:
+        choices = dict(attention.choices)
+
     total = cost.count(proto for _, proto in programs)
-    model, trained = step.objective.model.model, step.cycle.trained
-    training = {id(v) for v in trained}
     memory = analysis.measure(step, programs)
+    model = step.objective.model.model
+    trained = step.cycle.trained
+    trained_ids = {id(variable) for variable in trained}
+    frozen = [variable for variable in model.weights if id(variable) not in trained_ids]
     return Summary(
         model=model.name,
-        trainable_parameters=sum(math.prod(v.shape) for v in trained),
-        frozen_parameters=sum(math.prod(v.shape) for v in model.weights if id(v) not in training),
+        trainable_parameters=_count_parameters(trained),
+        frozen_parameters=_count_parameters(frozen),
         rows=rows,
         accumulation_steps=layout.accumulation,
         jit_compile=uses_xla,
         replicas=layout.replicas,
-        **total._asdict(),
+        flops=total.flops,
+        at_least=total.at_least,
         memory=memory,
+        programs=_list_compiled(step),
+        attention=choices,
         advice=tuple(head_advice(memory, step.objective.losses.outputs)),
-        programs=tuple(
-            Compiled(name, tuple(tuple(shape) for _, shape, _ in leaves if shape), seconds)
-            for name, program in step.programs.items()
-            for (_, *leaves), seconds in program.seconds.items()
-        ),
-        attention={} if fused is None else dict(fused.choices),
     )
+
+
+def _count_parameters(variables: Iterable[Variable]) -> int:
+    return sum(math.prod(variable.shape) for variable in variables)
+
+
+def _list_compiled(step: Step) -> tuple[Compiled, ...]:
+    """Lists the programs that the step has run, one for each signature of their inputs."""
+    compiled = []
+    for name, program in step.programs.items():
+        for signature, seconds in program.seconds.items():
+            _, *leaves = signature  # after the structure of the arguments
+            shapes = tuple(tuple(shape) for _, shape, _ in leaves if shape)
+            compiled.append(Compiled(name, shapes, seconds))
+    return tuple(compiled)
