@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum import checks
 from fastaccum.adapters import arguments, optimizers
+from fastaccum.adapters.attributes import Variable
 from fastaccum.data.stacks import trip_count
 from fastaccum.kernels import gradients, trace_context
 from fastaccum.kernels.rounded import hoisted_casts
@@ -28,13 +29,15 @@ R = TypeVar("R")
 class StepResult(NamedTuple):
     """The results of one train step: scalars on the device. Reading one waits for the step.
 
-    Attributes: loss: float32, the sum of all micro-batches' losses divided by `weight`, 0 if that
-        is 0; and the penalty. weight: the denominator, float32: the sum of the weights; for a Keras
-        loss that is a sum, 1, or 0 without rows. grad_norm: the global norm of the gradient before
-        clipping, float32. grads_finite: whether the gradient's norm, the loss and the new state are
-        finite, bool. If not, the step was
-            skipped, as is one of weight 0: only the loss scale may have moved, down where the norm
-                was not finite.
+    Attributes:
+        loss: float32, the sum of all micro-batches' losses divided by `weight`, 0 if that is 0;
+            and the penalty.
+        weight: the denominator, float32: the sum of the weights; for a Keras loss that is a sum,
+            1, or 0 without rows.
+        grad_norm: the global norm of the gradient before clipping, float32.
+        grads_finite: whether the gradient's norm, the loss and the new state are finite, bool. If
+            not, the step was skipped, as is one of weight 0: only the loss scale may have moved,
+            down where the norm was not finite.
         loss_scale: the loss scale after the step, float32.
     """
 
@@ -48,30 +51,61 @@ class StepResult(NamedTuple):
 class Accumulated(NamedTuple):
     """Sums over micro-batches; those of several devices add up to those of the whole stack."""
 
-    # Of `loss_sum * scale`, in float32 (float64 for float64 variables); None for those that the
-    # loss does not reach.
+    # Of `loss_sum * scale`, by variable, in float32 (float64 for float64 variables); None for those
+    # that the loss does not reach.
     gradients: list[tf.Tensor | None]
     loss_sum: tf.Tensor  # float32 scalar
     weight_sum: tf.Tensor  # float32 scalar
-    # float32 scalar, the same on every device: what the losses of `gradients` were multiplied by
+    # What the losses of `gradients` were multiplied by: float32 scalar, the same on every device.
     scale: tf.Tensor
     state: list[tf.Tensor]  # what the state variables held before the first micro-batch
-    # bool [rows of a table], by its variable's place: the rows that were looked up
+    # The rows of a table that were looked up, by its variable's place: bool [rows of the table].
     looked_up: dict[int, tf.Tensor]
 
 
 class Share(NamedTuple):
     """The part of an update that one of several devices computes."""
 
-    # places of the variables that the device updates; it has no gradients of the others
+    # The places of the variables that the device updates; it has no gradients of the others.
     own: Collection[int]
-    # of each variable's unscaled gradient, from the device that has it: float32 [variables]
+    # The sum of squares of each variable's unscaled gradient, from the device that has it: float32
+    # [variables].
     squares: tf.Tensor
 
 
+Accumulator: TypeAlias = "gradients.SumAccumulator | gradients.FactoredAccumulator"
+
+
+class _RunningTotals(NamedTuple):
+    """What a stack's micro-batches are added to, by the variable's place."""
+
+    gradients: list[tf.Tensor]
+    looked_up: list[tf.Tensor]  # bool [rows]; of tables alone it has a meaning
+
+
+class _Forward(NamedTuple):
+    """The results of a micro-batch's forward pass."""
+
+    loss_sum: tf.Tensor
+    weight_sum: tf.Tensor
+    scaled_loss: tf.Tensor  # what the gradient is taken of
+    tape: tf.GradientTape
+
+
+class _MicroStep(NamedTuple):
+    """The trace of one micro-batch, forward and backward."""
+
+    # `program(i, offered totals)` returns the loss sum, the weight sum, and the terms that
+    # micro-batch i adds to each accumulator.
+    program: ConcreteFunction
+    # By the place of each variable that the loss reaches.
+    accumulators: dict[int, Accumulator]
+    # Of the totals that kernels may add to: one for each variable, or none at all.
+    offered_specs: list[tf.TensorSpec]
+
+
 class TrainStep:
-    """Accumulates the gradient of a stack of micro-batches and applies it once, in one compiled
-    program.
+    """Accumulates the gradient of a stack of micro-batches and applies it once, in one program.
 
     Equal, to float32 rounding, to one step on the full batch, and to this loop:
 
@@ -87,12 +121,11 @@ class TrainStep:
 
     A skipped step leaves variables, slots, iterations and `state` bit-identical.
 
-    Args: loss_fn: `loss_fn(micro_batch) -> (loss_sum, weight_sum)`: two scalars, the sum of the
-        weighted losses and the
-            sum of their weights. The step divides one total by the other. Don't return a mean and
-                1: a mean of means is
-            wrong if micro-batches weigh differently. AutoGraph traces the function once. Or an
-            `Objective`.
+    Args:
+        loss_fn: `loss_fn(micro_batch) -> (loss_sum, weight_sum)`: two scalars, the sum of the
+            weighted losses and the sum of their weights. The step divides one total by the other.
+            Don't return a mean and 1: a mean of means is wrong if micro-batches weigh differently.
+            AutoGraph traces the function once. Or an `Objective`.
         variables: tf.Variables or Keras variables to train.
         optimizer: Keras 3, tf_keras or tensorflow-addons optimizer, or a Keras name.
         loss_scale: a loss scale, a number for a static one; None for no scaling.
@@ -101,10 +134,11 @@ class TrainStep:
         state: the tf.Variables that `loss_fn` assigns (batch statistics), and a skipped step
             restores; one that is trained and assigned too belongs here as well.
 
-    Raises: TypeError: raised if a variable is not a variable, or the optimizer not an optimizer.
+    Raises:
+        TypeError: raised if a variable is not a variable, or the optimizer not an optimizer.
         ValueError: raised if there are no variables, clip_norm is not positive, or (at the first
-        call) the leading
-            axes of a stack differ, or loss_fn does not return two scalars or reaches no variable.
+            call) the leading axes of a stack differ, or loss_fn does not return two scalars or
+            reaches no variable.
 
     >>> w = tf.Variable([0.0])
     >>> def squared_error(micro_batch):
@@ -132,7 +166,10 @@ class TrainStep:
         state = listed("state", state)
         if isinstance(loss_fn, Objective) and state:
             raise ValueError("state belongs to the Objective passed: leave it out here.")
-        self.objective = loss_fn if isinstance(loss_fn, Objective) else LossFunction(loss_fn, state)
+        if isinstance(loss_fn, Objective):
+            self.objective = loss_fn
+        else:
+            self.objective = LossFunction(loss_fn, state)
         self.trained = listed("variables", variables)
         if not self.trained:
             raise ValueError(
@@ -149,21 +186,18 @@ class TrainStep:
         self._compiled = Program(self.run, jit_compile)
 
     def __call__(self, stack: arguments.Arrays) -> StepResult:
-        """Runs one train step on a nest of tensors or arrays with leading axis `[micro-batches,
-        ...]`.
-        """
+        """Runs one train step on a nest of tensors or arrays `[micro-batches, ...]`."""
         with checks.naming("stack"):
-            stack = tf.nest.map_structure(
-                lambda t: None if t is None else checks.as_tensor("a leaf", t), stack
-            )
+            stack = tf.nest.map_structure(_as_tensor, stack)
         trip_count(stack)
         with compilable.translate_errors(None, "loss_fn with this stack"):
             return self._compiled(stack)
 
     @tf.autograph.experimental.do_not_convert
     def run(self, *stacks: arguments.Arrays) -> StepResult:
-        """Computes the step by graph ops, for use inside a tf.function; the sums of stacks of other
-        shapes add up.
+        """Computes the step by graph ops, for use inside a tf.function.
+
+        Stacks may differ in shape: their sums add up.
         """
         return self.finish(self.accumulate(*stacks))
 
@@ -179,8 +213,8 @@ class TrainStep:
         all of it.
         """
         objective = self.objective
-        # Around the backward pass too: a layer that recomputes its activations there is called
-        # again.
+        # The scope is around the backward pass too: a layer that recomputes its activations there
+        # is called again.
         with objective.scope():
             prepared = objective.prepare(stacks, counts)
             if typical_weight is None:
@@ -207,159 +241,164 @@ class TrainStep:
     def _loop(self, stack: object, prepared: object, sums: Accumulated) -> Accumulated:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
         micro_batches = trip_count(stack)
-        zeros = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
-        start = [
-            zero if total is None else total
-            for zero, total in zip(zeros, sums.gradients, strict=True)
-        ]
-        met = [
-            sums.looked_up.get(j, tf.zeros(v.shape[:1], tf.bool))
-            for j, v in enumerate(self.variables)
-        ]
-        # A weight that the forward pass assigns, as a SpectralNormalization does, does not stay
-        # what it was.
-        moving = {id(v) for v in self.objective.state}
-        pairs = zip(self.trained, self.variables, strict=True)
-        weights = [(v, tf_v.read_value()) for v, tf_v in pairs if id(tf_v) not in moving]
-        # Only XLA adds to a part of a tensor in place. A single micro-batch would add to zeros.
-        given = start if in_xla() and micro_batches > 1 else []
-        specs = [tf.TensorSpec.from_tensor(total) for total in given]
-
-        def micro_step(i, totals):
-            micro_batch = tf.nest.map_structure(
-                lambda t: None if t is None else tf.gather(t, i), stack
-            )
-            offered = gradients.Accumulators(self.variables, totals)
-            with trace_context.current().extended(
-                accumulators=offered, casts=hoisted_casts(weights)
-            ):
-                loss_i, weight_i, grads = self._gradients(
-                    micro_batch, prepared, sums.scale, offered
-                )
-            slices = zip(tf.nest.flatten(micro_batch), tf.nest.flatten(stack), strict=True)
-            wholes = {part.ref(): whole for part, whole in slices if part is not None}
-
-            def choose(j, gradient):
-                if (added := offered.with_added(gradient)) is not None:
-                    return gradients.AddedAccumulator(start[j], *added)
-                if isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
-                    return gradients.LookupAccumulator(start[j], gradient, met[j])
-                return gradients.accumulator(
-                    start[j], gradient, micro_batches, lambda t: wholes.get(t.ref())
-                )
-
-            added = {
-                j: choose(j, gradient) for j, gradient in enumerate(grads) if gradient is not None
-            }
-            return (loss_i, weight_i, {j: each.terms for j, each in added.items()}), added
-
-        # A function of its own: what the loop carries follows from the gradients that come out of
-        # it.
-        traced_step, accumulators = _trace(micro_step, tf.TensorSpec([], tf.int32), specs)
-        by_kernels = {
-            j for j, each in accumulators.items() if isinstance(each, gradients.AddedAccumulator)
-        }
+        before = self._totals_before(sums)
+        micro_step = self._trace_micro_step(stack, prepared, sums.scale, before)
+        accumulators = micro_step.accumulators
 
         def body(i, loss_sum, weight_sum, carried):
-            # Those that no kernel adds to are not read: zeros from outside would be copied into the
-            # loop in an order that differs from process to process, and with it the name by which a
-            # compiled program is found again.
-            totals = [
-                carried[j][0] if j in by_kernels else tf.zeros(s.shape, s.dtype)
-                for j, s in enumerate(specs)
-            ]
-            loss_i, weight_i, terms = traced_step(i, totals)
+            loss_i, weight_i, terms = micro_step.program(i, _offered_totals(micro_step, carried))
             with tf.name_scope("accumulate"):
                 # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into
                 # the matmul.
-                carried = {j: each.add(i, carried[j], terms[j]) for j, each in accumulators.items()}
-                return [
-                    loss_sum + tf.cast(loss_i, tf.float32),
-                    weight_sum + tf.cast(weight_i, tf.float32),
-                    carried,
-                ]
+                carried = {
+                    j: accumulator.add(i, carried[j], terms[j])
+                    for j, accumulator in accumulators.items()
+                }
+                loss_sum = loss_sum + tf.cast(loss_i, tf.float32)
+                weight_sum = weight_sum + tf.cast(weight_i, tf.float32)
+            return [loss_sum, weight_sum, carried]
 
-        values = [
-            sums.loss_sum,
-            sums.weight_sum,
-            {j: each.start() for j, each in accumulators.items()},
-        ]
+        start = {j: accumulator.start() for j, accumulator in accumulators.items()}
         loss_sum, weight_sum, carried = loop(
-            micro_batches, body, values, turns_at_once(traced_step)
+            micro_batches,
+            body,
+            [sums.loss_sum, sums.weight_sum, start],
+            turns_at_once(micro_step.program),
         )
-        totals, looked_up = list(sums.gradients), {}
+
+        totals = list(sums.gradients)
+        looked_up = {}
         with tf.name_scope("accumulate"):
-            for j, each in accumulators.items():
-                totals[j] = each.total(carried[j])
-                if isinstance(each, gradients.LookupAccumulator):
-                    looked_up[j] = each.met(carried[j])
+            for j, accumulator in accumulators.items():
+                totals[j] = accumulator.total(carried[j])
+                if isinstance(accumulator, gradients.LookupAccumulator):
+                    looked_up[j] = accumulator.met(carried[j])
         return sums._replace(
             gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum, looked_up=looked_up
         )
 
-    def _gradients(
-        self,
-        micro_batch: object,
-        prepared: object,
-        scale: tf.Tensor,
-        offered: gradients.Accumulators,
-    ) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor | tf.IndexedSlices | None]]:
-        """Computes the loss sum and the weight sum of a micro-batch, and the gradients of the
-        scaled loss sum.
+    def _totals_before(self, sums: Accumulated) -> _RunningTotals:
+        """Returns the totals that the sums have so far, with zeros where they have none."""
+        totals = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
+        for j, total in enumerate(sums.gradients):
+            if total is not None:
+                totals[j] = total
+        looked_up = [tf.zeros(v.shape[:1], tf.bool) for v in self.variables]
+        for j, rows in sums.looked_up.items():
+            looked_up[j] = rows
+        return _RunningTotals(totals, looked_up)
+
+    def _trace_micro_step(
+        self, stack: object, prepared: object, scale: tf.Tensor, before: _RunningTotals
+    ) -> _MicroStep:
+        """Traces the forward and the backward pass of one micro-batch of the stack.
+
+        The trace is a function of its own: what the loop carries follows from the gradients that
+        come out of it.
         """
-        # The gradient is taken inside the loop: a tape around it would keep every micro-batch's
-        # activations.
+        micro_batches = trip_count(stack)
+        weights = self._read_weights()
+        offered_specs = []
+        # Only XLA adds to a part of a tensor in place. A single micro-batch would add to zeros.
+        if in_xla() and micro_batches > 1:
+            offered_specs = [tf.TensorSpec.from_tensor(total) for total in before.gradients]
+
+        def micro_step(i, offered_totals):
+            micro_batch = _micro_batch_at(stack, i)
+            offered = gradients.Accumulators(self.variables, offered_totals)
+            casts = hoisted_casts(weights)
+            with trace_context.current().extended(accumulators=offered, casts=casts):
+                forward = self._forward(micro_batch, prepared, scale)
+                offered.close()
+                grads = self._backward(forward)
+            wholes = _wholes_by_slice(micro_batch, stack)
+            accumulators = self._choose_accumulators(grads, offered, before, micro_batches, wholes)
+            terms = {j: accumulator.terms for j, accumulator in accumulators.items()}
+            return (forward.loss_sum, forward.weight_sum, terms), accumulators
+
+        program, accumulators = _trace(micro_step, tf.TensorSpec([], tf.int32), offered_specs)
+        return _MicroStep(program, accumulators, offered_specs)
+
+    def _choose_accumulators(
+        self,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        offered: gradients.Accumulators,
+        before: _RunningTotals,
+        micro_batches: int,
+        wholes: Mapping[Hashable, tf.Tensor],
+    ) -> dict[int, Accumulator]:
+        """Chooses how the gradients of a micro-batch are added up, by the variable's place."""
+        accumulators: dict[int, Accumulator] = {}
+        for j, gradient in enumerate(grads):
+            if gradient is None:
+                continue
+            total = before.gradients[j]
+            added = offered.with_added(gradient)
+            if added is not None:
+                total_after, other_terms = added
+                accumulators[j] = gradients.AddedAccumulator(total, total_after, other_terms)
+            elif isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
+                accumulators[j] = gradients.LookupAccumulator(total, gradient, before.looked_up[j])
+            else:
+                accumulators[j] = gradients.accumulator(
+                    total, gradient, micro_batches, lambda t: wholes.get(t.ref())
+                )
+        return accumulators
+
+    def _read_weights(self) -> list[tuple[Variable, tf.Tensor]]:
+        """Reads the trained variables that keep their values while micro-batches are computed."""
+        # A weight that the forward pass assigns, as a SpectralNormalization does, does not stay
+        # what it was.
+        moving = {id(v) for v in self.objective.state}
+        weights = []
+        for trained, variable in zip(self.trained, self.variables, strict=True):
+            if id(variable) not in moving:
+                weights.append((trained, variable.read_value()))
+        return weights
+
+    def _forward(self, micro_batch: object, prepared: object, scale: tf.Tensor) -> _Forward:
+        """Computes the loss sum and the weight sum of a micro-batch, under a tape."""
+        # The tape is inside the loop: one around it would keep every micro-batch's activations.
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(self.variables)
             with tf.name_scope("forward"):
-                loss, weight = _scalars(self.objective.sums(micro_batch, prepared))
-                scaled = loss * tf.cast(scale, loss.dtype)
-        offered.close()
-        # accumulators take a table of slices apart again
-        with tf.name_scope("backward"), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Converting sparse IndexedSlices to a dense Tensor")
-            return loss, weight, tape.gradient(scaled, self.variables)
+                loss_sum, weight_sum = _scalars(self.objective.sums(micro_batch, prepared))
+                scaled_loss = loss_sum * tf.cast(scale, loss_sum.dtype)
+        return _Forward(loss_sum, weight_sum, scaled_loss, tape)
 
-    def squares(self, sums: Accumulated, own: Collection[int]) -> tf.Tensor:
-        """Computes `Share.squares` of the variables in these places alone; 0 for the others."""
-        denominator = sums.scale * self.objective.denominator(sums.weight_sum)
-        _, grads, _ = self._with_penalty(sums, denominator)
-        known = {j: g for j, g in enumerate(grads) if g is not None and j in own}
-        squared = dict(
-            zip(known, gradients.squares(list(known.values()), denominator), strict=True)
-        )
-        return tf.stack([squared.get(j, tf.constant(0.0)) for j in range(len(grads))])
+    def _backward(self, forward: _Forward) -> list[tf.Tensor | tf.IndexedSlices | None]:
+        """Computes the gradients of the scaled loss sum."""
+        with tf.name_scope("backward"), warnings.catch_warnings():
+            # Accumulators take a table of slices apart again.
+            warnings.filterwarnings("ignore", "Converting sparse IndexedSlices to a dense Tensor")
+            return forward.tape.gradient(forward.scaled_loss, self.variables)
 
     def finish(
         self, sums: Accumulated, accepted: tf.Tensor | bool = True, share: Share | None = None
     ) -> StepResult:
-        """Unscales, clips and checks the sums of all devices; updates variables and loss scale if
-        `accepted`.
+        """Updates variables and loss scale by the sums of all devices, if `accepted`.
 
-        With a `share` only its own variables are updated.
+        It unscales, clips and checks the sums first. With a `share` only its own variables are
+        updated.
         """
         objective = self.objective
-        own, squared = (
-            (range(len(self.trained)), None)
-            if share is None
-            else (share.own, tf.unstack(share.squares))
-        )
+        own: Collection[int] = range(len(self.trained))
+        squares = None
+        if share is not None:
+            own = share.own
+            squares = tf.unstack(share.squares)
+
         weight_sum = objective.denominator(sums.weight_sum)
         denominator = sums.scale * weight_sum
         loss = tf.math.divide_no_nan(sums.loss_sum, weight_sum)
-        penalty, grads, looked_up = self._with_penalty(sums, denominator)
-        grads = [g if j in own else None for j, g in enumerate(grads)]
-        if left := [
-            getattr(self.trained[j], "path", self.trained[j].name) for j in own if grads[j] is None
-        ]:
-            warn(
-                "No gradient of the loss reaches these trainable variables, which stay as they "
-                f"are: {left}. Is there a loss for each output, and is each layer called? If so, "
-                "set their `trainable` to False.",
-                UserWarning,
-            )
+        penalty, all_grads, looked_up = self._with_penalty(sums, denominator)
+        grads: list[tf.Tensor | None] = [None] * len(all_grads)
+        for j in own:
+            grads[j] = all_grads[j]
+        _warn_of_unreached([self.trained[j] for j in own if grads[j] is None])
+
         reduced = gradients.reduce(
-            [g for g in grads if g is not None], denominator, self.clip_norm, squared
+            [g for g in grads if g is not None], denominator, self.clip_norm, squares
         )
         loss += penalty
         counted = tf.not_equal(weight_sum, 0.0) & objective.accepts() & accepted
@@ -368,57 +407,131 @@ class TrainStep:
             reduced.finite & tf.math.is_finite(loss) & _still_finite(objective.state, sums.state)
         )
         ok = finite & counted
+
         # Without XLA an operation may fail while others run: the variables are assigned after all
         # that can.
         with tf.name_scope("update"), tf.control_dependencies([ok]):
-            final = [None if g is None else g * tf.cast(reduced.factor, g.dtype) for g in grads]
-            self.optimizer.apply(final, self.trained, ok, looked_up)
+            final_grads: list[tf.Tensor | None] = [None] * len(grads)
+            for j, gradient in enumerate(grads):
+                if gradient is not None:
+                    final_grads[j] = gradient * tf.cast(reduced.factor, gradient.dtype)
+            self.optimizer.apply(final_grads, self.trained, ok, looked_up)
             _keep_where(ok, objective.state, sums.state)
-        before = [v.read_value() for v in self.loss_scale.variables]
+
+        loss_scale_before = [v.read_value() for v in self.loss_scale.variables]
         self.loss_scale.update(reduced.finite)
-        _keep_where(counted, self.loss_scale.variables, before)
+        _keep_where(counted, self.loss_scale.variables, loss_scale_before)
         return StepResult(loss, weight_sum, reduced.norm, finite, self.loss_scale.scale())
+
+    def squares(self, sums: Accumulated, own: Collection[int]) -> tf.Tensor:
+        """Computes `Share.squares` of the variables in these places alone; 0 for the others."""
+        denominator = sums.scale * self.objective.denominator(sums.weight_sum)
+        _, grads, _ = self._with_penalty(sums, denominator)
+        own_grads = {}
+        for j, gradient in enumerate(grads):
+            if gradient is not None and j in own:
+                own_grads[j] = gradient
+        own_squares = gradients.squares(list(own_grads.values()), denominator)
+        squares = [tf.constant(0.0) for _ in grads]
+        for j, square in zip(own_grads, own_squares, strict=True):
+            squares[j] = square
+        return tf.stack(squares)
 
     def _with_penalty(
         self, sums: Accumulated, denominator: tf.Tensor
     ) -> tuple[tf.Tensor, list[tf.Tensor | None], list[tf.Tensor | None]]:
-        """Returns the penalty, the accumulators plus the penalty's gradient at their scale, and
-        lookups still exact.
+        """Returns the penalty, the accumulators with its gradient added, and the exact lookups.
+
+        The penalty's gradient is added at the accumulators' scale. Lookups are those of tables to
+        which it adds nothing.
         """
-        grads, looked_up = (
-            sums.gradients,
-            [sums.looked_up.get(j) for j in range(len(self.variables))],
-        )
+        grads = list(sums.gradients)
+        looked_up = [sums.looked_up.get(j) for j in range(len(self.variables))]
         with tf.GradientTape() as tape:
             penalty = self.objective.penalty()
         if penalty is None:
             return tf.constant(0.0), grads, looked_up
-        added = [
-            None if g is None else _times(g, denominator)
-            for g in tape.gradient(penalty, self.variables)
-        ]
-        total = [
-            a if g is None else g if a is None else g + a for g, a in zip(grads, added, strict=True)
-        ]
-        # With its own gradient, that of a table is one of all rows.
-        looked_up = [rows if a is None else None for rows, a in zip(looked_up, added, strict=True)]
-        return tf.cast(penalty, tf.float32), total, looked_up
+
+        of_penalty: list[tf.Tensor | None] = [None] * len(grads)
+        for j, gradient in enumerate(tape.gradient(penalty, self.variables)):
+            if gradient is not None:
+                of_penalty[j] = _times(gradient, denominator)
+        for j, gradient in enumerate(of_penalty):
+            if gradient is None:
+                continue
+            # The gradient of a table is one of all rows now.
+            looked_up[j] = None
+            if grads[j] is None:
+                grads[j] = gradient
+            else:
+                grads[j] = grads[j] + gradient
+        return tf.cast(penalty, tf.float32), grads, looked_up
+
+
+def _micro_batch_at(stack: object, i: tf.Tensor) -> Any:
+    """Returns micro-batch `i` of a stack, a nest of tensors and None."""
+
+    def gather(tensor):
+        if tensor is None:
+            return None
+        return tf.gather(tensor, i)
+
+    return tf.nest.map_structure(gather, stack)
+
+
+def _wholes_by_slice(micro_batch: object, stack: object) -> dict[Hashable, tf.Tensor]:
+    """Returns the tensor of all micro-batches by the `ref` of its slice in one micro-batch."""
+    wholes = {}
+    slices = tf.nest.flatten(micro_batch)
+    for part, whole in zip(slices, tf.nest.flatten(stack), strict=True):
+        if part is not None:
+            wholes[part.ref()] = whole
+    return wholes
+
+
+def _offered_totals(micro_step: _MicroStep, carried: dict[int, list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Returns the totals so far, from what the loop carries, for the kernels that add to them."""
+    totals = []
+    for j, spec in enumerate(micro_step.offered_specs):
+        if isinstance(micro_step.accumulators.get(j), gradients.AddedAccumulator):
+            totals.append(carried[j][0])
+        else:
+            # Those that no kernel adds to are not read. Zeros from outside would be copied into the
+            # loop in an order that differs from process to process, and with it the name by which a
+            # compiled program is found again.
+            totals.append(tf.zeros(spec.shape, spec.dtype))
+    return totals
 
 
 def _trace(function: Callable[..., tuple[object, R]], *specs: object) -> tuple[ConcreteFunction, R]:
-    """Traces a function that returns `(outputs, extra)`; returns the program of the outputs, and
-    `extra`.
+    """Traces a function that returns `(outputs, extra)`.
+
+    Returns the program of the outputs, and `extra`.
     """
-    found = []
+    extras = []
 
     @tf.function(autograph=False)
     @functools.wraps(function)
     def outputs(*args):
         returned, extra = function(*args)
-        found.append(extra)
+        extras.append(extra)
         return returned
 
-    return outputs.get_concrete_function(*specs), found[-1]
+    program = outputs.get_concrete_function(*specs)
+    return program, extras[-1]
+
+
+def _warn_of_unreached(variables: Sequence[Variable]) -> None:
+    """Warns of trainable variables to which the loss has no gradient."""
+    if not variables:
+        return
+    names = [getattr(variable, "path", variable.name) for variable in variables]
+    warn(
+        "No gradient of the loss reaches these trainable variables, which stay as they "
+        f"are: {names}. Is there a loss for each output, and is each layer called? If so, "
+        "set their `trainable` to False.",
+        UserWarning,
+    )
 
 
 def _keep_where(
@@ -430,22 +543,29 @@ def _keep_where(
 
 
 def _still_finite(variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns whether no element has become NaN or infinite: bool scalar. A running minimum may
-    start at infinity.
+    """Returns whether no element has become NaN or infinite: bool scalar.
+
+    A running minimum may start at infinity.
     """
-    return tf.reduce_all(
-        [
-            tf.reduce_all(tf.math.is_finite(variable.read_value()) | ~tf.math.is_finite(value))
-            for variable, value in zip(variables, before, strict=True)
-            if value.dtype.is_floating
-        ]
-        or True
-    )
+    all_finite = []
+    for variable, value in zip(variables, before, strict=True):
+        if value.dtype.is_floating:
+            is_fine = tf.math.is_finite(variable.read_value()) | ~tf.math.is_finite(value)
+            all_finite.append(tf.reduce_all(is_fine))
+    if not all_finite:
+        return tf.reduce_all(True)
+    return tf.reduce_all(all_finite)
 
 
 def _times(gradient, factor):
     dtype = gradients.accumulator_dtype(gradient.dtype)
     return tf.cast(tf.convert_to_tensor(gradient), dtype) * tf.cast(factor, dtype)
+
+
+def _as_tensor(leaf):
+    if leaf is None:
+        return None
+    return checks.as_tensor("a leaf", leaf)
 
 
 def _scalars(returned):
@@ -459,12 +579,14 @@ def _scalars(returned):
         ) from None
     loss_sum = checks.as_tensor("loss_fn's loss_sum", loss_sum)
     weight_sum = checks.as_tensor("loss_fn's weight_sum", weight_sum)
-    for name, value in (("loss_sum", loss_sum), ("weight_sum", weight_sum)):
+    scalars = {"loss_sum": loss_sum, "weight_sum": weight_sum}
+    for name, value in scalars.items():
         if value.shape.rank != 0:
             raise ValueError(
                 f"loss_fn returned a {name} of shape {value.shape}; it must be a scalar: sum it."
             )
-        if not value.dtype.is_floating and not (name == "weight_sum" and value.dtype.is_integer):
+        is_count = name == "weight_sum" and value.dtype.is_integer
+        if not value.dtype.is_floating and not is_count:
             raise TypeError(
                 f"loss_fn returned a {name} of dtype {value.dtype.name}; it must be floating-point."
             )
