@@ -408,9 +408,8 @@ def _call(
 ) -> list[Any]:
     """Calls one of XLA's custom calls, with results of these shapes and dtypes.
 
-    cuDNN reads a result's sizes as [B, H, T, K] and its strides from the layout: those of
-    [B, T, H, K], so that nothing is copied. XlaCustomCallV2 has no word for a layout, StableHLO
-    has.
+    cuDNN reads a result's sizes as [B, H, T, K] and its strides from the layout: those of [B, T, H,
+    K], so that nothing is copied. XlaCustomCallV2 has no word for a layout, StableHLO has.
     """
     orders = []
     result_shapes = []

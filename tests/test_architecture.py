@@ -17,7 +17,6 @@ FOLDERS = ("fastaccum", "kernels", "benchmarks")
 # A docstring opens with a verb (what the function does) or a typed noun (what the class is):
 # CONTRIBUTING.md, Language.
 OPENINGS = re.compile(r"(What|Whether|Within|Of|By|As|Around|Before)\b")
-BODY_LINES = 60
 TOP_LEVEL_MODULES = 9
 
 # From the lowest room to the highest: a module imports from its own room and from lower layers,
@@ -328,21 +327,6 @@ def public_functions_are_annotated(sources: Sources) -> Iterator[str]:
                 yield f"{path}:{function.lineno} {name} leaves unannotated: {', '.join(bare)}"
 
 
-def bodies_are_short(sources: Sources) -> Iterator[str]:
-    for path, tree in trees(sources, "fastaccum", "kernels"):
-        lines = sources[path].splitlines()
-        for name, function in functions(tree):
-            body = function.body[ast.get_docstring(function) is not None :]
-            if not body:
-                continue
-            code = [line.strip() for line in lines[body[0].lineno - 1 : function.end_lineno]]
-            count = sum(bool(line) and not line.startswith("#") for line in code)
-            if count > BODY_LINES:
-                yield (
-                    f"{path}:{function.lineno} {name} has {count} lines of code, over {BODY_LINES}"
-                )
-
-
 def docstrings_open_with_a_verb_or_a_noun(sources: Sources) -> Iterator[str]:
     for path, tree in trees(sources, "fastaccum", "kernels"):
         for node in ast.walk(tree):
@@ -373,7 +357,6 @@ RULES: list[Rule] = [
     private_names_in_one_module,
     private_names_are_used,
     public_functions_are_annotated,
-    bodies_are_short,
     docstrings_open_with_a_verb_or_a_noun,
     one_context_for_traces,
 ]
@@ -464,10 +447,6 @@ BREAKS = [
         {HIGH: "class C:\n    def f(self, *rest, key: int = 0) -> int: ..."},
     ),
     (public_functions_are_annotated, {HIGH: "class C:\n    def __init__(self, x): ..."}),
-    (
-        bodies_are_short,
-        {HIGH: "class C:\n    def f(self):\n" + "        x = 1\n" * (BODY_LINES + 1)},
-    ),
     (docstrings_open_with_a_verb_or_a_noun, {"fastaccum/new/m.py": '"""Whether it is."""'}),
     (docstrings_open_with_a_verb_or_a_noun, {"fastaccum/new/m.py": 'def f():\n    """Of both."""'}),
     (one_context_for_traces, {HIGH: "import contextvars\n_x = contextvars.ContextVar[int]('x')"}),
@@ -492,7 +471,6 @@ KEEPS = {
     KNOWS_PRIVATE: "from tensorflow.python.eager import record\n"
     "PLACES: dict = {'record': Place(())}\nlosses = Attribute('_losses')",
     LOW: "class C:\n    def __init__(self, x: int): ...\n    def _f(self, x): ...\n    def g(self) -> None:\n"
-    + "        # a comment\n\n" * BODY_LINES
     + "        x = 1\n",
 }
 

@@ -206,7 +206,8 @@ def limit_of(step: Step, memory: DeviceMemory) -> int:
 def specs(sample: Batch, rows: int) -> Batch:
     """Makes the specs of a micro-batch like `sample`, of so many rows.
 
-    Raises: ValueError: raised if another axis is not known.
+    Raises:
+        ValueError: raised if another axis is not known.
     """
     for leaf in tf.nest.flatten(sample):
         if not leaf.shape[1:].is_fully_defined():

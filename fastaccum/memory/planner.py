@@ -203,7 +203,8 @@ def largest_that_fits(
 def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = None) -> list[int]:
     """Lists the sizes of micro-batches that make a global batch; always at least the smallest.
 
-    Raises: ValueError: raised if the replicas cannot share the global batch equally.
+    Raises:
+        ValueError: raised if the replicas cannot share the global batch equally.
     """
     if global_batch_size % replicas:
         raise ValueError(
@@ -275,7 +276,8 @@ class Planner:
     def _recomputing(self, policy: Policy) -> contextlib.AbstractContextManager[None]:
         """Applies a policy to the model's LayerStacks, or to its blocks if it has none.
 
-        Raises: ValueError: raised if the policy would do nothing.
+        Raises:
+            ValueError: raised if the policy would do nothing.
         """
         model = self._step.objective.model.model
         uses_xla = self._step.objective.options.uses_xla

@@ -42,8 +42,8 @@ class Summary:
         frozen_parameters: all other parameters of the model, with moving statistics.
         rows: of a micro-batch on each replica.
         accumulation_steps: micro-batches of a step.
-        jit_compile: whether the step runs as an XLA program; without, the figures are those that
-            it would have as one.
+        jit_compile: whether the step runs as an XLA program; without, the figures are those that it
+            would have as one.
         replicas: over which a micro-batch is split.
         flops: floating point operations of a step's matrix products and convolutions, as compiled
             for this device: two for a multiplication and its addition. Recomputed products count

@@ -30,10 +30,10 @@ class StepResult(NamedTuple):
     """The results of one train step: scalars on the device. Reading one waits for the step.
 
     Attributes:
-        loss: float32, the sum of all micro-batches' losses divided by `weight`, 0 if that is 0;
-            and the penalty.
-        weight: the denominator, float32: the sum of the weights; for a Keras loss that is a sum,
-            1, or 0 without rows.
+        loss: float32, the sum of all micro-batches' losses divided by `weight`, 0 if that is 0; and
+            the penalty.
+        weight: the denominator, float32: the sum of the weights; for a Keras loss that is a sum, 1,
+            or 0 without rows.
         grad_norm: the global norm of the gradient before clipping, float32.
         grads_finite: whether the gradient's norm, the loss and the new state are finite, bool. If
             not, the step was skipped, as is one of weight 0: only the loss scale may have moved,
@@ -543,9 +543,8 @@ def _keep_where(
 
 
 def _still_finite(variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns whether no element has become NaN or infinite: bool scalar.
-
-    A running minimum may start at infinity.
+    """Returns whether no element has become NaN or infinite: bool scalar. A running minimum may
+    start at infinity.
     """
     all_finite = []
     for variable, value in zip(variables, before, strict=True):
