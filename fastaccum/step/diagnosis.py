@@ -1,5 +1,6 @@
-"""Finds out why a train step is not finite: runs the step once more, one micro-batch at a time,
-when training ends.
+"""Finds out why a train step is not finite.
+
+The step is run once more, one micro-batch at a time, when training ends.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.program import Program
 from fastaccum.step.train_step import TrainStep
 
-NAMES = 5  # of variables, layers or rows in one line; the rest are counted
-# attributes of Keras's layers
-_LORA = {f"lora_{of}_{which}" for of in ("kernel", "embeddings") for which in "ab"}
+# Variables, layers or rows that one line names; the rest are counted, or the line would be unread.
+NAMES = 5
+# The attributes of Keras's layers that hold LoRA matrices.
+_LORA = {"lora_kernel_a", "lora_kernel_b", "lora_embeddings_a", "lora_embeddings_b"}
 
 
 class Seen(NamedTuple):
@@ -41,10 +43,12 @@ class Seen(NamedTuple):
 
 
 class _Failed(NamedTuple):
+    """A train step that was not finite."""
+
     cycle: TrainStep
     objective: ModelObjective
     stacks: Sequence[Batch]
-    place: str
+    place: str  # the beginning of the line that says where in the step it went wrong
 
 
 def error(
@@ -55,11 +59,14 @@ def error(
     Run again, micro-batches give what they gave then, since a skipped step changes nothing; `place`
     begins their line.
     """
-    updates, scale = int(cycle.optimizer.iterations.numpy()), cycle.loss_scale
+    updates = int(cycle.optimizer.iterations.numpy())
+    scale = cycle.loss_scale
     patience = objective.running.stuck_steps.patience
+    steps = "A train step is"
+    if patience != 1:
+        steps = f"{patience} train steps in a row were"
     lines = [
-        ("A train step is" if patience == 1 else f"{patience} train steps in a row were")
-        + f" not finite, after {updates:,} updates, and no lower loss scale can help: it is "
+        f"{steps} not finite, after {updates:,} updates, and no lower loss scale can help: it is "
         f"{float(scale.scale()):g}, of {type(scale).__name__}. "
         "Weights, slots and statistics are those of the last good step."
     ]
@@ -71,30 +78,34 @@ def error(
 
 
 def require_statistics(cycle: TrainStep, objective: ModelObjective) -> None:
-    """Raises ValueError for statistics of Keras's layers that hold NaN before a step: no step would
-    mend them.
+    """Raises ValueError for statistics of Keras's layers that hold NaN before a step.
+
+    No step would mend them.
     """
-    if spoilt := [
-        v for v in objective.model.statistics if np.isnan(v.numpy().astype("float64")).any()
-    ]:
+    spoilt = []
+    for variable in objective.model.statistics:
+        if np.isnan(variable.numpy().astype("float64")).any():
+            spoilt.append(variable)
+    if spoilt:
         step = _Failed(cycle, objective, (), "")
         raise ValueError(
-            f"The model's statistics {_some(_name(step, v) for v in spoilt)} hold NaN before "
+            f"The model's statistics {_some_variables(step, spoilt)} hold NaN before "
             "training begins, and would keep it: set them to numbers, or load weights that are "
             "finite."
         )
 
 
 def warn_of_zero_lora(layers: Sequence[keras.layers.Layer]) -> None:
-    """Warns of layers whose LoRA matrices are both 0, as Keras's `load_model` and `load_weights`
-    leave them.
+    """Warns of layers whose LoRA matrices are both 0.
+
+    Keras's `load_model` and `load_weights` leave them so.
     """
-    held = ((layer, _LORA & vars(layer).keys()) for layer in layers)
-    if zero := [
-        layer.name
-        for layer, own in held
-        if own and not any(getattr(layer, n).numpy().any() for n in own)
-    ]:
+    zero = []
+    for layer in layers:
+        names = _LORA & vars(layer).keys()
+        if names and not any(getattr(layer, name).numpy().any() for name in names):
+            zero.append(layer.name)
+    if zero:
         warn(
             f"The LoRA matrices of {_some(zero)} are all 0, so none has a gradient: Keras has "
             "merged them into the weights that it loaded. Give one of them new values "
@@ -103,95 +114,103 @@ def warn_of_zero_lora(layers: Sequence[keras.layers.Layer]) -> None:
 
 
 def _findings(step: _Failed) -> list[str]:
-    """Describes what is not finite, where it begins, and what to do about it, in a line for
-    each.
-    """
-    held = [
-        v for v in (*step.cycle.variables, *step.cycle.optimizer.variables) if v.is_initialized()
-    ]
-    if spoilt := [v for v in held if _is_bad(v).numpy()]:
+    """Describes what is not finite, where it begins and what to do about it: a line for each."""
+    spoilt = []
+    for variable in (*step.cycle.variables, *step.cycle.optimizer.variables):
+        if variable.is_initialized() and _is_bad(variable).numpy():
+            spoilt.append(variable)
+    if spoilt:
         return [
-            f"The variables {_some(_name(step, v) for v in spoilt)} themselves hold NaN or inf: "
+            f"The variables {_some_variables(step, spoilt)} themselves hold NaN or inf: "
             "an earlier update overflowed, from a gradient that was finite, or they were set so.",
             "What to do: go back to weights that are finite, and lower the learning rate or set "
             "clip_norm.",
         ]
-    micro_batches = [
-        (s, i) for s, stack in enumerate(step.stacks) for i in range(trip_count(stack))
-    ]
+
+    total = sum(trip_count(stack) for stack in step.stacks)
     with restored([*step.objective.state, *step.objective.running.variables]):
         look, layers = _looker(step)
-        for at, (s, i) in enumerate(micro_batches):
-            batch = tf.nest.map_structure(lambda t, i=i: t[i], step.stacks[s])
+        for at, batch in enumerate(_micro_batches(step.stacks)):
             seen = Seen(*(t.numpy() for t in look(batch)))
             if np.any(seen.gradients) or np.any(seen.state) or not np.isfinite(seen.loss_sum):
-                where = (
-                    f"{step.place}In micro-batch {at} of the step's {len(micro_batches)} "
-                    "(counted from 0):"
-                )
+                where = f"{step.place}In micro-batch {at} of the step's {total} (counted from 0):"
                 return [where, *_of_micro_batch(step, batch, seen, layers)]
         return _of_step(step, seen)
+
+
+def _micro_batches(stacks: Sequence[Batch]) -> Iterator[Batch]:
+    """Yields the micro-batches of all stacks in their order."""
+    for stack in stacks:
+        for i in range(trip_count(stack)):
+            yield tf.nest.map_structure(lambda t, i=i: t[i], stack)
 
 
 def _of_micro_batch(
     step: _Failed, batch: Batch, seen: Seen, layers: list[keras.layers.Layer]
 ) -> list[str]:
-    inputs = list(_bad_inputs(batch))
-    lines = [f"{each}." for each in inputs]
-    bad = next(itertools.compress(layers, seen.outputs), None)
-    layer = f"{bad.name!r} ({type(bad).__name__})" if bad is not None else None
-    if layer:
+    bad_inputs = list(_bad_inputs(batch))
+    lines = [f"{bad_input}." for bad_input in bad_inputs]
+
+    first_bad = next(itertools.compress(layers, seen.outputs), None)
+    layer = None
+    if first_bad is not None:
+        layer = f"{first_bad.name!r} ({type(first_bad).__name__})"
         lines.append(f"The first layer whose output is not finite: {layer}.")
-    loss = (
-        float(seen.loss_sum) / float(seen.weight_sum) if seen.weight_sum else float(seen.loss_sum)
-    )
+
+    loss = float(seen.loss_sum)
+    if seen.weight_sum:
+        loss = loss / float(seen.weight_sum)
     lines.append(f"The loss: {loss:g}.")
-    if variables := list(itertools.compress(step.cycle.variables, seen.gradients)):
-        owners = dict.fromkeys(name for v in variables if (name := step.objective.model.owner(v)))
+
+    variables = list(itertools.compress(step.cycle.variables, seen.gradients))
+    if variables:
+        owners: dict[str, None] = {}  # a set that keeps the order
+        for variable in variables:
+            owner = step.objective.model.owner(variable)
+            if owner:
+                owners[owner] = None
         lines.append(
             f"Gradients that are not finite: {len(variables)} of {len(step.cycle.variables)}: "
-            f"{_some(_name(step, v) for v in variables)}; of the layers {_some(map(repr, owners))}."
+            f"{_some_variables(step, variables)}; of the layers {_some(map(repr, owners))}."
         )
-    if statistics := list(itertools.compress(_floats(step.objective.state), seen.state)):
-        lines.append(
-            f"Statistics that became NaN or inf: {_some(_name(step, v) for v in statistics)}."
-        )
-    return [
-        *lines,
-        f"What to do: {_remedy(step, inputs, layer, bool(variables), bool(statistics))}",
-    ]
+    statistics = list(itertools.compress(_floats(step.objective.state), seen.state))
+    if statistics:
+        lines.append(f"Statistics that became NaN or inf: {_some_variables(step, statistics)}.")
+
+    remedy = _remedy(step, bad_inputs, layer, bool(variables), bool(statistics))
+    lines.append(f"What to do: {remedy}")
+    return lines
 
 
 def _remedy(
-    step: _Failed, inputs: list[str], layer: str | None, gradients: bool, statistics: bool
+    step: _Failed, bad_inputs: list[str], layer: str | None, gradients: bool, statistics: bool
 ) -> str:
-    if inputs:
+    """Says what to do about what is not finite: inputs, a layer's output, gradients, statistics."""
+    if bad_inputs:
         return (
             "correct these rows, or leave them out (a sample_weight of 0 does not: 0 * NaN is NaN)."
         )
     if statistics and not layer:
         return "scale the inputs of these layers down: the variance of a batch overflows."
-    half = step.objective.model.compute_dtype == "float16"
+    is_half = step.objective.model.compute_dtype == "float16"
     if layer:
-        return (
+        remedy = (
             f"lower the learning rate or set clip_norm; or look in layer {layer} for a division, "
-            "logarithm or root at "
-            "0"
-            + (
-                ", or for values above 65504, where float16 ends: bfloat16 does not."
-                if half
-                else "."
-            )
+            "logarithm or root at 0"
         )
-    if gradients and half and float(step.cycle.loss_scale.scale()) > 1.0:
+        if is_half:
+            return f"{remedy}, or for values above 65504, where float16 ends: bfloat16 does not."
+        return f"{remedy}."
+    if gradients and is_half and float(step.cycle.loss_scale.scale()) > 1.0:
         return "lower the loss scale or its floor, or pass loss_scale='auto'."
     if gradients:
-        return (
+        remedy = (
             "the outputs are finite, the gradients are not: look in the loss, and in these "
-            "layers, for a division, "
-            "logarithm, root or norm at 0, and add an epsilon"
-            + (", or use bfloat16." if half else ".")
+            "layers, for a division, logarithm, root or norm at 0, and add an epsilon"
         )
+        if is_half:
+            return f"{remedy}, or use bfloat16."
+        return f"{remedy}."
     return (
         "look in the loss for a logarithm of 0, a division by 0 or an overflow: its gradient is "
         "finite."
@@ -204,21 +223,18 @@ def _of_step(step: _Failed, seen: Seen) -> list[str]:
         penalty = step.objective.penalty()
     if penalty is not None:
         gradients = tape.gradient(penalty, step.cycle.variables)
-        bad = [
-            v
-            for v, g in zip(step.cycle.variables, gradients, strict=True)
-            if g is not None and _is_bad(g).numpy()
-        ]
+        bad = []
+        for variable, gradient in zip(step.cycle.variables, gradients, strict=True):
+            if gradient is not None and _is_bad(gradient).numpy():
+                bad.append(variable)
         if bad or _is_bad(penalty).numpy():
             largest = max(step.cycle.variables, key=lambda v: np.abs(v.numpy()).max(initial=0.0))
+            findings = f"The weight regularisers give {float(penalty):g}"
+            if bad:
+                names = _some_variables(step, bad)
+                findings += f", and gradients that are not finite to {names}"
             return [
-                f"The weight regularisers give {float(penalty):g}"
-                + (
-                    f", and gradients that are not finite to {_some(_name(step, v) for v in bad)}"
-                    if bad
-                    else ""
-                )
-                + f"; the largest weight stands in {_name(step, largest)}.",
+                f"{findings}; the largest weight stands in {_name(step, largest)}.",
                 "What to do: go back to smaller weights, and lower the learning rate or set "
                 "clip_norm.",
             ]
@@ -233,18 +249,19 @@ def _of_step(step: _Failed, seen: Seen) -> list[str]:
 
 
 def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
-    """Returns a program from a micro-batch to a `Seen`, as a tuple, and a list that its trace fills
-    with the layers.
+    """Returns a program from a micro-batch to a `Seen`, as a tuple, and the layers in its order.
+
+    The list of layers is filled by the program's trace.
     """
     layers: list[keras.layers.Layer] = []
-    cycle, objective, jit_compile = step.cycle, step.objective, step.objective.options.uses_xla
+    cycle = step.cycle
+    objective = step.objective
+    jit_compile = objective.options.uses_xla
     scale = cycle.loss_scale.scale() / objective.typical_weight(step.stacks)
     with objective.scope():
-        counts = (
-            Program(objective.count, jit_compile)(*step.stacks)
-            if objective.has_several_terms
-            else None
-        )
+        counts = None
+        if objective.has_several_terms:
+            counts = Program(objective.count, jit_compile)(*step.stacks)
         prepared = objective.prepare(step.stacks, counts)
 
     def look(batch):
@@ -254,27 +271,33 @@ def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
         with objective.scope(), intercepting(noting), tf.GradientTape() as tape:
             loss_sum, weight_sum = objective.sums(batch, prepared)
             scaled = tf.cast(loss_sum, tf.float32) * scale
-            forward = len(outputs)
+            calls_forward = len(outputs)
             gradients = tape.gradient(scaled, cycle.variables)
         # What a layer that recomputes its activations put out again, in the backward pass, is no
         # news.
-        del layers[forward:], outputs[forward:]
-        gradients = [tf.zeros([1]) if g is None else tf.convert_to_tensor(g) for g in gradients]
-        return (
-            tf.cast(loss_sum, tf.float32),
-            tf.cast(weight_sum, tf.float32),
-            tf.stack([_is_bad(g) for g in gradients]),
-            tf.stack(
-                [
-                    tf.reduce_max(tf.abs(tf.cast(g, tf.float32)), keepdims=False) / scale
-                    for g in gradients
-                ]
-            ),
-            tf.convert_to_tensor(
-                [tf.reduce_any([_is_bad(t) for t in tensors]) for tensors in outputs], tf.bool
-            ),
-            tf.convert_to_tensor([_is_bad(v) for v in _floats(objective.state)], tf.bool),
-        )
+        del layers[calls_forward:]
+        del outputs[calls_forward:]
+
+        dense = []
+        for gradient in gradients:
+            if gradient is None:
+                dense.append(tf.zeros([1]))
+            else:
+                dense.append(tf.convert_to_tensor(gradient))
+        loss_sum = tf.cast(loss_sum, tf.float32)
+        weight_sum = tf.cast(weight_sum, tf.float32)
+        bad_gradients = tf.stack([_is_bad(gradient) for gradient in dense])
+        largest = []
+        for gradient in dense:
+            largest.append(tf.reduce_max(tf.abs(tf.cast(gradient, tf.float32))) / scale)
+        largest = tf.stack(largest)
+        bad_outputs = []
+        for tensors in outputs:
+            bad_outputs.append(tf.reduce_any([_is_bad(tensor) for tensor in tensors]))
+        bad_outputs = tf.convert_to_tensor(bad_outputs, tf.bool)
+        bad_state = [_is_bad(variable) for variable in _floats(objective.state)]
+        bad_state = tf.convert_to_tensor(bad_state, tf.bool)
+        return loss_sum, weight_sum, bad_gradients, largest, bad_outputs, bad_state
 
     return Program(look, jit_compile), layers
 
@@ -282,9 +305,7 @@ def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
 def _note_outputs(
     model: Model, layers: list[keras.layers.Layer], outputs: list[list[tf.Tensor]]
 ) -> list[Interceptor]:
-    """Returns interceptors by which each layer called notes itself and what it returned, which
-    nothing reads yet.
-    """
+    """Returns interceptors by which each layer called notes itself and what it returned."""
     graph = tf.compat.v1.get_default_graph()
 
     def note(layer, call, *args, **kwargs):
@@ -298,33 +319,38 @@ def _note_outputs(
         return returned
 
     return [
-        Interceptor(each, "call", functools.partial(note, each), Role.OBSERVE)
-        for each in model.called_layers
+        Interceptor(layer, "call", functools.partial(note, layer), Role.OBSERVE)
+        for layer in model.called_layers
     ]
 
 
 def _bad_inputs(batch: Batch) -> Iterator[str]:
     """Describes the rows of a micro-batch's tensors that hold NaN or inf."""
-    given: Any = batch._replace(valid=())
-    for (field, *path), tensor in zip(
-        optree.tree_paths(given), optree.tree_leaves(given), strict=True
-    ):
+    tensors: Any = batch._replace(valid=())
+    paths = optree.tree_paths(tensors)
+    for path, tensor in zip(paths, optree.tree_leaves(tensors), strict=True):
         if not tensor.dtype.is_floating:
             continue
         values = tf.cast(tensor, tf.float64).numpy()
         values = values.reshape(len(values), -1)
-        if len(rows := np.flatnonzero(~np.isfinite(values).all(1))):
-            kinds = [k for k, test in (("NaN", np.isnan), ("inf", np.isinf)) if test(values).any()]
-            whole = Batch._fields[field] + "".join(f"[{key!r}]" for key in path)
-            yield f"{whole} holds {' and '.join(kinds)} in its rows {_some(map(str, rows))}"
+        bad_rows = np.flatnonzero(~np.isfinite(values).all(1))
+        if len(bad_rows) == 0:
+            continue
+        kinds = []
+        if np.isnan(values).any():
+            kinds.append("NaN")
+        if np.isinf(values).any():
+            kinds.append("inf")
+        field, *keys = path
+        name = Batch._fields[field] + "".join(f"[{key!r}]" for key in keys)
+        yield f"{name} holds {' and '.join(kinds)} in its rows {_some(map(str, bad_rows))}"
 
 
 def _is_bad(tensor: tf.Tensor | tf.Variable) -> tf.Tensor:
-    return (
-        ~tf.reduce_all(tf.math.is_finite(tensor))
-        if tensor.dtype.is_floating
-        else tf.constant(False)
-    )
+    """Tells if a tensor holds NaN or inf: bool scalar."""
+    if not tensor.dtype.is_floating:
+        return tf.constant(False)
+    return ~tf.reduce_all(tf.math.is_finite(tensor))
 
 
 def _floats(variables: Sequence[tf.Variable]) -> list[tf.Variable]:
@@ -332,19 +358,25 @@ def _floats(variables: Sequence[tf.Variable]) -> list[tf.Variable]:
 
 
 def _some(names: Iterable[str]) -> str:
+    """Lists the first names, and counts the others."""
     names = list(names)
-    return ", ".join(names[:NAMES]) + (
-        f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
-    )
+    listed = ", ".join(names[:NAMES])
+    if len(names) > NAMES:
+        return f"{listed} and {len(names) - NAMES} more"
+    return listed
+
+
+def _some_variables(step: _Failed, variables: Iterable[tf.Variable]) -> str:
+    return _some(_name(step, variable) for variable in variables)
 
 
 def _name(step: _Failed, variable: tf.Variable) -> str:
     """Returns the variable's path in the model, as Keras has it."""
-    known = (
+    variables = (
         *step.objective.model.model.variables,
         *getattr(step.cycle.optimizer.optimizer, "variables", ()),
     )
-    paths = (
-        each.path for each in known if isinstance(each, keras.Variable) and each.value is variable
-    )
-    return next(paths, variable.name)
+    for known in variables:
+        if isinstance(known, keras.Variable) and known.value is variable:
+            return known.path
+    return variable.name
