@@ -1,5 +1,6 @@
-"""Loss scaling: keeps float16 gradients in range. Three rules with the same methods, and no `if
-enabled`.
+"""Loss scaling: keeps float16 gradients in range.
+
+There are three rules with the same methods, and no `if enabled`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import tensorflow as tf
 
 from fastaccum.checks import positive, whole_number
 
-_LARGEST_SCALE = 2.0**100  # above, its inverse or the loss would be lost in float32
-_LEAST_SCALE = 2.0**-64  # below, gradients that float32 holds would be lost
+# Above this factor, its inverse or the scaled loss would be lost in float32.
+_LARGEST_SCALE = 2.0**100
+# Below this factor, gradients that float32 holds would be lost.
+_LEAST_SCALE = 2.0**-64
 
 
 class LossScale(tf.Module):
-    """The base of the three rules: `scale` multiplies the loss, and `update` moves it once per
-    train step.
+    """The base of the three rules.
+
+    `scale` multiplies the loss, and `update` moves the scale once per train step.
     """
 
     def scale(self) -> tf.Tensor:
@@ -30,7 +34,8 @@ class LossScale(tf.Module):
 
     def get_config(self) -> dict[str, float | int]:
         """Returns the constructor's arguments, as plain numbers."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        names = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.get_config().items())
@@ -74,14 +79,17 @@ class DynamicLossScale(LossScale):
 
     The algorithm of PyTorch's `GradScaler`, with a floor and a cap:
 
-        scale, good_steps = init_scale, 0
+        scale = init_scale
+        good_steps = 0
         for each train step:
             if gradients are finite:
                 good_steps += 1
                 if good_steps == growth_interval:
-                    scale, good_steps = min(scale * growth_factor, max_scale), 0
+                    scale = min(scale * growth_factor, max_scale)
+                    good_steps = 0
             else:
-                scale, good_steps = max(scale * backoff_factor, min_scale), 0
+                scale = max(scale * backoff_factor, min_scale)
+                good_steps = 0
 
     The state is two variables, `current_scale` (float32) and `good_steps` (int64), which
     `tf.train.Checkpoint` saves. A train step with nothing valid in it leaves both as they are.
@@ -94,8 +102,9 @@ class DynamicLossScale(LossScale):
         min_scale: the floor, so that the scale never reaches 0.
         max_scale: the cap, so that it never reaches inf.
 
-    Raises: ValueError: raised if an argument is out of its range, or not `min_scale <= init_scale
-        <= max_scale`.
+    Raises:
+        ValueError: raised if an argument is out of its range, or not `min_scale <= init_scale <=
+            max_scale`.
 
     >>> loss_scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
     >>> for finite in (True, True, False):
@@ -151,9 +160,8 @@ class DynamicLossScale(LossScale):
         grow = good_steps >= self.growth_interval
         grown = tf.minimum(self.current_scale * self.growth_factor, self.max_scale)
         backed_off = tf.maximum(self.current_scale * self.backoff_factor, self.min_scale)
-        self.current_scale.assign(
-            tf.where(grads_finite, tf.where(grow, grown, self.current_scale), backed_off)
-        )
+        if_finite = tf.where(grow, grown, self.current_scale)
+        self.current_scale.assign(tf.where(grads_finite, if_finite, backed_off))
         self.good_steps.assign(tf.where(grads_finite & ~grow, good_steps, 0))
 
 
@@ -172,13 +180,16 @@ def _scale(name: str, value: float) -> float:
 
 
 def get(loss_scale: LossScale | float | str | None, compute_dtype: str) -> LossScale:
-    """Returns the rule that `loss_scale` names; "auto" is a dynamic one under float16 compute, else
-    none.
+    """Returns the rule that `loss_scale` names.
+
+    "auto" is a dynamic one under float16 compute, else none.
     """
     if isinstance(loss_scale, LossScale):
         return loss_scale
     if isinstance(loss_scale, str) and loss_scale == "auto":
-        return DynamicLossScale() if compute_dtype == "float16" else NoLossScale()
+        if compute_dtype == "float16":
+            return DynamicLossScale()
+        return NoLossScale()
     if loss_scale is None:
         return NoLossScale()
     if isinstance(loss_scale, numbers.Real) and not isinstance(loss_scale, bool):
