@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -12,7 +13,7 @@ from fastaccum.adapters import layers
 from fastaccum.adapters.attention import FusedAttention
 from fastaccum.adapters.attributes import Nest, Variable, raw, restored
 from fastaccum.adapters.callbacks import log_value
-from fastaccum.adapters.interceptors import intercepting
+from fastaccum.adapters.interceptors import Interceptor, intercepting
 from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
@@ -30,73 +31,108 @@ from fastaccum.step.options import Options
 from fastaccum.step.running_state import RunningState
 
 
-class ModelObjective(Objective):
-    """Minimises the losses of a Keras model; a stack is a `Batch` of [micro-batches, rows, ...]
-    tensors.
+class Totals(NamedTuple):
+    """Counts over all micro-batches of an update, by which each of them computes its part."""
 
-    The objective is that of Keras on the full batch:
+    denominators: list[tf.Tensor]  # of the terms' loss sums
+    rows: tf.Tensor  # the valid rows; 0 if no element of them counts in any term
+
+
+class ModelObjective(Objective):
+    """Minimises the losses of a Keras model.
+
+    A stack is a `Batch` of [micro-batches, rows, ...] tensors. The objective is that of Keras on
+    the full batch:
 
         sum_o loss_weight_o * loss_sum_o / weight_sum_o  +  added losses  +  regularisers
 
     where a scalar added loss is a mean over the rows of a micro-batch, as activity regularisers
-    are; or it is the
-    model's own: an overridden `compute_loss`, or the loss that a Hugging Face model returns.
+    are; or it is the model's own: an overridden `compute_loss`, or the loss that a Hugging Face
+    model returns.
     """
 
     def __init__(
         self, model: Model, outputs: Outputs, losses: Losses, metrics: Metrics, options: Options
     ):
-        self.model, self.outputs, self.losses, self.metrics = model, outputs, losses, metrics
+        self.model = model
+        self.outputs = outputs
+        self.losses = losses
+        self.metrics = metrics
         self.options = options
         self.state = model.state
-        self.own = (
-            OwnLoss(model, options.own_loss_reduction) if model.overrides("compute_loss") else None
-        )
-        # It may ask for derivatives of another kind, which fused attention and batch norm lack.
-        fused = False if options.flash_attention == "auto" and self.own else options.flash_attention
-        self.attention = FusedAttention(fused) if fused else None
-        labelled = [(o.name, o.classes) for o in losses.outputs if o.classes is not None]
-        lookups = [(f"labels of output {name!r}", classes) for name, classes in labelled]
-        lookups += [
-            (f"ids given to embedding {layer.name!r}", rows) for layer, rows in model.lookups
-        ]
-        self._first_embedding = len(labelled)
+        self.own = None
+        if model.overrides("compute_loss"):
+            self.own = OwnLoss(model, options.own_loss_reduction)
+        self.attention = None
+        flash_attention = options.flash_attention
+        if flash_attention == "auto" and self.own is not None:
+            # A `compute_loss` may ask for derivatives of another kind, which fused attention and
+            # batch norm lack.
+            flash_attention = False
+        if flash_attention:
+            self.attention = FusedAttention(flash_attention)
+
+        lookups = []
+        for output in losses.outputs:
+            if output.classes is not None:
+                lookups.append((f"labels of output {output.name!r}", output.classes))
+        self._first_embedding = len(lookups)
+        for layer, table_rows in model.lookups:
+            lookups.append((f"ids given to embedding {layer.name!r}", table_rows))
+
         self.has_own_metrics = model.overrides("compute_metrics")
-        for output in losses.take_over_heads(model):
-            output.loss.ranks = metrics.needed_ranks(
-                output.position, output.name, output.loss.ignore_class
-            )
-            if self.own is not None or self.has_own_metrics:
-                raise ValueError(
-                    f"{type(model.model).__name__} has a compute_loss or compute_metrics of its "
-                    "own, for logits that LinearCrossEntropy never has: use "
-                    "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
-                )
-        # The terms are the outputs' losses, then each kind of added loss, or what the model
-        # computes itself.
-        self._returned = 0 if losses.outputs or self.own is not None else model.returned_losses
-        # a sum is refused for a `compute_loss` too
-        added = _added_kinds(model, options.own_loss_reduction)
+        self._take_over_heads()
+
         # What mixes rows, with the operation by which it does; a step warns of it where it splits
         # the rows.
         self.mixing = {
             f"The metric {name!r}": operation for name, operation in metrics.mixing.items()
         }
-        self._unproven_losses = {**losses.unproven}
-        self._added = [] if self.own else added
-        others = [self.own.reduction] if self.own else ["mean"] * self._returned + self._added
-        self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(others)
-        self.reductions = [o.reduction for o in losses.outputs] + list(others)
-        several = len(self.term_weights) > 1 or self.own is not None or bool(losses.log_names)
+        self._unproven_losses = dict(losses.unproven)
+
+        # The terms are the outputs' losses, then each kind of added loss, or what the model
+        # computes itself.
+        self._returned = 0
+        if not losses.outputs and self.own is None:
+            self._returned = model.returned_losses
+        # A sum is refused for a `compute_loss` too.
+        self._added = _added_kinds(model, options.own_loss_reduction)
+        reductions_of_model: list[str]
+        if self.own is not None:
+            self._added = []
+            reductions_of_model = [self.own.reduction]
+        else:
+            reductions_of_model = ["mean"] * self._returned + self._added
+        self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(reductions_of_model)
+        self.reductions = [o.reduction for o in losses.outputs] + reductions_of_model
         self._scalars = losses.scalar_positions
-        counted = bool(self._scalars) or any(o.power for o in losses.outputs)
-        self.has_several_terms = several or counted
-        self.running = RunningState(
-            losses.log_names,
-            metrics,
-            IndexChecks(lookups),
-            StuckSteps(patience=1 if options.on_nonfinite == "raise" else PATIENCE),
+        self.has_several_terms = (
+            len(self.term_weights) > 1
+            or self.own is not None
+            or bool(losses.log_names)
+            or bool(self._scalars)
+            or any(o.power for o in losses.outputs)
         )
+
+        patience = PATIENCE
+        if options.on_nonfinite == "raise":
+            patience = 1
+        self.running = RunningState(
+            losses.log_names, metrics, IndexChecks(lookups), StuckSteps(patience)
+        )
+
+    def _take_over_heads(self) -> None:
+        """Lets the losses that compute their heads leave these out of the model."""
+        for output in self.losses.take_over_heads(self.model):
+            output.loss.ranks = self.metrics.needed_ranks(
+                output.position, output.name, output.loss.ignore_class
+            )
+            if self.own is not None or self.has_own_metrics:
+                raise ValueError(
+                    f"{type(self.model.model).__name__} has a compute_loss or compute_metrics of "
+                    "its own, for logits that LinearCrossEntropy never has: use "
+                    "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
+                )
 
     # One micro-batch.
 
@@ -105,44 +141,63 @@ class ModelObjective(Objective):
         batch: Batch,
         training: bool,
         observe: bool = True,
-        prepared: list[tf.Tensor] | None = None,
+        totals: Totals | None = None,
     ) -> tuple[list[Term], Nest]:
-        """Returns the terms of outputs, then of other losses, and what the model returned;
-        `observe` checks its ids.
+        """Returns the terms of outputs, then of other losses, and what the model returned.
+
+        If `observe`, the indices in the micro-batch are checked.
         """
         with contextlib.ExitStack() as scopes:
             if observe:
-                first, checks = self._first_embedding, self.running.index_checks
-                note = lambda i, ids: checks.observe(first + i, ids)  # noqa: E731
-                observers = layers.make_id_observers(
-                    self.model.lookups, note, self.options.uses_xla
-                )
-                scopes.enter_context(intercepting(observers))
+                scopes.enter_context(intercepting(self._make_id_observers()))
             hidden = scopes.enter_context(self.losses.leave_heads_out())
             if self._returned:
-                if any(each is not None for each in tf.nest.flatten(batch.weights)):
-                    raise ValueError(
-                        f"The loss that {type(self.model.model).__name__} returns by itself "
-                        "takes no sample_weight or class_weight: pass a loss to the Trainer."
-                    )
-                y_pred, means = self.model.with_losses(
-                    batch.x, _targets(batch), training, batch.mask
-                )
+                y_pred, means = self._call_with_losses(batch, training)
             else:
-                y_pred, means = self.model(batch.x, training=training), []
+                y_pred = self.model(batch.x, training=training)
+                means = []
+
         rows = _rows(batch)
         if self.own is not None:
-            return self._own_terms(self.own, batch, y_pred, training, observe, prepared), y_pred
-        terms = [Term(value * weight_sum, weight_sum) for value, weight_sum in means]
+            return self._own_terms(self.own, batch, y_pred, training, observe, totals), y_pred
+        terms = [Term(mean * weight_sum, weight_sum) for mean, weight_sum in means]
         if self.losses.outputs:
             matched = self._matched(batch, y_pred)
             if observe and self.model.takes_targets_apart:
                 self._observe(matched.y_true)
-            terms = self.losses.terms(self._in_range(matched), hidden, prepared and prepared[-1])
+            terms = self._compiled_terms(matched, hidden, totals)
         for reduction, counted_as in zip(self.model.added_reductions, self._added, strict=True):
-            added = self.model.added_loss(reduction)
-            terms.append(Term(added * rows if counted_as == "mean" else added, rows))
+            loss_sum = self.model.added_loss(reduction)
+            if counted_as == "mean":
+                loss_sum = loss_sum * rows
+            terms.append(Term(loss_sum, rows))
         return terms, y_pred
+
+    def _make_id_observers(self) -> list[Interceptor]:
+        def observe(embedding: int, ids: tf.Tensor) -> None:
+            self.running.index_checks.observe(self._first_embedding + embedding, ids)
+
+        return layers.make_id_observers(self.model.lookups, observe, self.options.uses_xla)
+
+    def _call_with_losses(
+        self, batch: Batch, training: bool
+    ) -> tuple[Nest, list[tuple[tf.Tensor, tf.Tensor]]]:
+        """Calls a model that returns its loss: its outputs, and the means with their weights."""
+        if any(weights is not None for weights in tf.nest.flatten(batch.weights)):
+            raise ValueError(
+                f"The loss that {type(self.model.model).__name__} returns by itself "
+                "takes no sample_weight or class_weight: pass a loss to the Trainer."
+            )
+        return self.model.with_losses(batch.x, _targets(batch), training, batch.mask)
+
+    def _compiled_terms(
+        self, matched: Matched, hidden: Mapping[int, tf.Tensor], totals: Totals | None
+    ) -> list[Term]:
+        """Returns the terms of the outputs' losses."""
+        matched = self._in_range(matched)
+        if totals is None:
+            return self.losses.terms(matched, hidden)
+        return self.losses.terms(matched, hidden, totals.rows)
 
     def _own_terms(
         self,
@@ -151,21 +206,31 @@ class ModelObjective(Objective):
         y_pred: Nest,
         training: bool,
         observe: bool,
-        prepared: list[tf.Tensor] | None,
+        totals: Totals | None,
     ) -> list[Term]:
-        asked: list[Term] = []
-        rows = _rows(batch)
-        share = None if prepared is None else rows / prepared[-1]
+        """Returns the terms of a model with a `compute_loss` of its own.
 
-        def part() -> tf.Tensor:
-            denominators = prepared
-            if denominators is None:
-                factors = self._factors(asked)
-                denominators = self._denominators([t.weight_sum for t in asked], factors)
-            return _weighted(self.term_weights, asked, denominators)
+        The terms of the outputs come first, each 0 unless `compute_loss` asks for the compiled
+        loss. The last is what `compute_loss` returns.
+        """
+        output_terms: list[Term] = []
+        rows = _rows(batch)
+        share = None
+        if totals is not None:
+            share = rows / totals.rows
+
+        def weighted_sum() -> tf.Tensor:
+            """Sums the outputs' terms over the update's denominators, or else the micro-batch's."""
+            if totals is not None:
+                denominators = totals.denominators
+            else:
+                factors = self._factors(output_terms)
+                weight_sums = [term.weight_sum for term in output_terms]
+                denominators = self._denominators(weight_sums, factors)
+            return _weighted(self.term_weights, output_terms, denominators)
 
         def compiled(y: Nest, y_pred: Nest, sample_weight: Nest) -> tf.Tensor:
-            if asked:
+            if output_terms:
                 raise ValueError(
                     f"{own.name} computes the compiled loss more than once, and each would need "
                     "denominators of its own: call a Keras loss object for the others."
@@ -173,22 +238,28 @@ class ModelObjective(Objective):
             matched = self.outputs.matched(y, y_pred, named_weights(sample_weight))
             if observe:
                 self._observe(matched.y_true)
-            asked.extend(self.losses.terms(self._in_range(matched), {}, prepared and prepared[-1]))
-            return tf.identity(
-                part() if share is None or own.reduction == "sum" else part() / share, name=COMPILED
-            )
+            output_terms.extend(self._compiled_terms(matched, {}, totals))
+            loss = weighted_sum()
+            if share is not None and own.reduction != "sum":
+                loss = loss / share
+            return tf.identity(loss, name=COMPILED)
 
-        given = compiled if self.losses.outputs else None
-        value = own(batch.x, _targets(batch), y_pred, batch.weights, training, given, share)
-        if prepared is None and asked:
-            value -= tf.identity(part(), name=COMPILED)
-        nothing = [Term(tf.constant(0.0), tf.constant(0.0))] * (
-            len(self.losses.outputs) - len(asked)
+        compute_compiled = compiled if self.losses.outputs else None
+        value = own(
+            batch.x, _targets(batch), y_pred, batch.weights, training, compute_compiled, share
         )
-        return [*asked, *nothing, Term(value * rows if own.reduction == "mean" else value, rows)]
+        if totals is None and output_terms:
+            value -= tf.identity(weighted_sum(), name=COMPILED)
+
+        no_loss = Term(tf.constant(0.0), tf.constant(0.0))
+        missing = len(self.losses.outputs) - len(output_terms)
+        if own.reduction == "mean":
+            value = value * rows
+        return [*output_terms, *[no_loss] * missing, Term(value, rows)]
 
     def _matched(self, batch: Batch, y_pred: Nest) -> Matched:
-        matched = self.outputs.matched(*self.model.matched(batch.x, batch.y, y_pred), batch.weights)
+        y, y_pred = self.model.matched(batch.x, batch.y, y_pred)
+        matched = self.outputs.matched(y, y_pred, batch.weights)
         return matched._replace(valid=self._valid(batch, self.outputs.targets))
 
     def _valid(
@@ -201,93 +272,107 @@ class ModelObjective(Objective):
             real = by_position(batch.real)
         valid: list[tf.Tensor | None] = []
         for elements in real:
-            if elements is None or rows is None:
-                valid.append(rows if elements is None else elements)
+            if elements is None:
+                valid.append(rows)
+            elif rows is None:
+                valid.append(elements)
             else:
-                valid.append(elements & tf.reshape(rows, [-1, *[1] * (elements.shape.rank - 1)]))
+                other_axes = [1] * (elements.shape.rank - 1)
+                valid.append(elements & tf.reshape(rows, [-1, *other_axes]))
         return valid
 
     def _in_range(self, batch: Matched) -> Matched:
-        return batch if self.options.uses_xla else self.losses.in_range(batch)
+        if self.options.uses_xla:
+            return batch
+        return self.losses.in_range(batch)
 
     def update_metrics(
         self, batch: Batch, terms: Sequence[Term], y_pred: Nest, training: bool
     ) -> dict[str, tf.Tensor]:
-        """Updates the metrics with one micro-batch; returns what a `compute_metrics` of the model's
-        own returns.
+        """Updates the metrics with one micro-batch.
+
+        Returns what a `compute_metrics` of the model's own returns.
         """
         if not self.has_own_metrics:
             if self.metrics.compiled.metrics:
-                of_outputs = zip(self.losses.outputs, terms, strict=False)
-                scored = {o.position: t.scored for o, t in of_outputs if t.scored is not None}
-                y, y_pred = self.model.matched(batch.x, batch.y, y_pred)
-                matched = self.outputs.matched_for_metrics(y, y_pred, batch.weights)
-                matched = matched._replace(
-                    valid=self._valid(batch, self.outputs.targets_of_metrics)
-                )
-                self.metrics.update(self._in_range(matched), scored)
+                self._update_compiled_metrics(batch, terms, y_pred)
             return {}
 
         def update(y: Nest, y_pred: Nest, sample_weight: Nest = None) -> None:
-            self.metrics.update(
-                self._in_range(self.outputs.matched_for_metrics(y, y_pred, sample_weight)), {}
-            )
+            matched = self.outputs.matched_for_metrics(y, y_pred, sample_weight)
+            self.metrics.update(self._in_range(matched), {})
 
         returned = self.model.compute_metrics(
             batch.x, _targets(batch), y_pred, batch.weights, update
         )
-        nested = [
-            value.items() if isinstance(value, dict) else [(name, value)]
-            for name, value in returned.items()
-        ]
-        returned = {name: value for items in nested for name, value in items}
-        self.metrics.keep(returned, training)
-        return {
-            name: value
-            for name, value in returned.items()
-            if name not in ("loss", *self.running.losses)
-        }
+        logs = {}
+        for name, value in returned.items():
+            if isinstance(value, dict):  # one metric with several results
+                logs.update(value)
+            else:
+                logs[name] = value
+        self.metrics.keep(logs, training)
+        computed_here = {"loss", *self.running.losses}
+        return {name: value for name, value in logs.items() if name not in computed_here}
 
-    def sums(self, batch: Batch, prepared: list[tf.Tensor] | None) -> tuple[tf.Tensor, tf.Tensor]:
-        terms, y_pred = self.terms(batch, training=True, prepared=prepared)
+    def _update_compiled_metrics(self, batch: Batch, terms: Sequence[Term], y_pred: Nest) -> None:
+        scored = {}
+        for output, term in zip(self.losses.outputs, terms, strict=False):
+            if term.scored is not None:
+                scored[output.position] = term.scored
+        y, y_pred = self.model.matched(batch.x, batch.y, y_pred)
+        matched = self.outputs.matched_for_metrics(y, y_pred, batch.weights)
+        matched = matched._replace(valid=self._valid(batch, self.outputs.targets_of_metrics))
+        self.metrics.update(self._in_range(matched), scored)
+
+    def sums(self, batch: Batch, totals: Totals | None) -> tuple[tf.Tensor, tf.Tensor]:
+        terms, y_pred = self.terms(batch, training=True, totals=totals)
         self.update_metrics(batch, terms, y_pred, training=True)
-        if prepared is None:
-            (only,), (weight,) = terms, self.term_weights
-            return _read(weight) * only.loss_sum, only.weight_sum
-        *denominators, all_rows = prepared
+        if totals is None:
+            (term,) = terms
+            (weight,) = self.term_weights
+            return _read(weight) * term.loss_sum, term.weight_sum
+
         rows = _rows(batch)
-        parts = [
-            tf.math.divide_no_nan(t.loss_sum, d) for t, d in zip(terms, denominators, strict=True)
-        ]
-        self.running.add_parts(parts, rows, all_rows)
-        # A `compute_loss` of the model's own has those of the outputs in it.
-        first = 0 if self.own is None else len(self.losses.outputs)
-        total = _weighted(self.term_weights[first:], terms[first:], denominators[first:])
-        return all_rows * total, tf.minimum(rows, all_rows)
+        parts = []
+        for term, denominator in zip(terms, totals.denominators, strict=True):
+            parts.append(tf.math.divide_no_nan(term.loss_sum, denominator))
+        self.running.add_parts(parts, rows, totals.rows)
+
+        first = 0
+        if self.own is not None:
+            # A `compute_loss` of the model's own has those of the outputs in it.
+            first = len(self.losses.outputs)
+        loss = _weighted(self.term_weights[first:], terms[first:], totals.denominators[first:])
+        return totals.rows * loss, tf.minimum(rows, totals.rows)
 
     # One step.
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         called = self.model.called_layers
-        forms = (
-            layers.make_forms(called, self.options.uses_xla)
-            if self.options.uses_xla or not self.own
-            else []
-        )
-        fp32 = layers.make_fp32(called) if self.options.fp32_weight_gradients else []
-        fused = self.attention.make_forms(called) if self.attention else []
-        answering = self.attention.entered() if self.attention else contextlib.nullcontext()
-        with answering, intercepting([*forms, *fused, *fp32]):
+        interceptors: list[Interceptor] = []
+        if self.options.uses_xla or self.own is None:
+            interceptors += layers.make_forms(called, self.options.uses_xla)
+        fp32 = []
+        if self.options.fp32_weight_gradients:
+            fp32 = layers.make_fp32(called)
+        answering: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.attention is not None:
+            interceptors += self.attention.make_forms(called)
+            answering = self.attention.entered()
+        with answering, intercepting([*interceptors, *fp32]):
             yield
 
     def prepare(
         self, stacks: Sequence[Batch], counts: list[tf.Tensor] | None = None
-    ) -> list[tf.Tensor] | None:
-        """Counts the terms' denominators, so that they share one accumulator, and the valid rows;
-        None for one term.
+    ) -> Totals | None:
+        """Counts the terms' denominators, so that they share one accumulator, and the valid rows.
+
+        Returns None for one term, whose weight sum the micro-batches add up themselves.
         """
-        if sum(map(trip_count, stacks)) * self.losses.replicas > 1:
+        micro_batches = sum(trip_count(stack) for stack in stacks)
+        if micro_batches * self.losses.replicas > 1:
             self.warn_of_parts()
         self.observe_labels(stacks)
         if not self.has_several_terms:
@@ -298,28 +383,31 @@ class ModelObjective(Objective):
         weight_sums = counts[:size]
         factors = counts[size:-1]
         rows = counts[-1]
-        # no valid element: no update
+        # Without a valid element there is no update.
         rows *= tf.cast(tf.reduce_any(tf.not_equal(weight_sums, 0.0)), rows.dtype)
-        return [*self._denominators(weight_sums, factors), rows]
+        return Totals(self._denominators(weight_sums, factors), rows)
 
     def warn_of_parts(self) -> None:
-        """Warns, once each, of losses, metrics and layers whose results for parts of an update are
-        not its own.
+        """Warns, once each, of what an update's parts compute otherwise than all its rows together.
+
+        That may be a loss, a metric or a layer.
         """
         while self.mixing:
             _warn_of_mixing(*self.mixing.popitem())
         while self._unproven_losses:
             _warn_of_scalar(*self._unproven_losses.popitem())
-        if found := self.model.row_counter:
+        row_counter = self.model.row_counter
+        if row_counter:
             self.model.row_counter = None
             warn(
                 f"A layer of {self.model.model.name!r} computes with the number of rows in its "
-                f"batch (see {found}): here that of each micro-batch on each replica, not that "
-                "of the update. Give the layer a number of its own, such as batch_size * "
+                f"batch (see {row_counter}): here that of each micro-batch on each replica, not "
+                "that of the update. Give the layer a number of its own, such as batch_size * "
                 "gradient_accumulation_steps.",
                 UserWarning,
             )
-        if names := self.metrics.of_last_micro_batch:
+        names = self.metrics.of_last_micro_batch
+        if names:
             self.metrics.of_last_micro_batch = []
             warn(
                 f"compute_metrics of {self.model.model.name!r} returned {names} as plain "
@@ -332,30 +420,40 @@ class ModelObjective(Objective):
         self, weight_sums: Sequence[tf.Tensor], factors: Sequence[tf.Tensor]
     ) -> list[tf.Tensor]:
         """Returns the divisors of the first terms' loss sums, for what `_factors` counted."""
-        sums = zip(self.reductions, weight_sums, strict=False)
-        found = [tf.constant(1.0) if reduction == "sum" else weight for reduction, weight in sums]
+        denominators = []
+        for reduction, weight_sum in zip(self.reductions, weight_sums, strict=False):
+            if reduction == "sum":
+                denominators.append(tf.constant(1.0))
+            else:
+                denominators.append(weight_sum)
         for i, k in enumerate(self._scalars):
-            factor = Factor(factors[2 * i], factors[2 * i + 1])
-            found[k] = divide_out(found[k], factor)
-        return found
+            factor = Factor(weighted=factors[2 * i], counted=factors[2 * i + 1])
+            denominators[k] = divide_out(denominators[k], factor)
+        return denominators
 
     def _factors(self, terms: Sequence[Term]) -> list[tf.Tensor]:
         """Lists both sums of the factor of each scalar loss; zeros where it was not computed."""
         sums: list[tf.Tensor] = []
         for k in self._scalars:
-            sums.extend(terms[k].factor or Factor(tf.constant(0.0), tf.constant(0.0)))
+            factor = terms[k].factor
+            if factor is None:
+                factor = Factor(weighted=tf.constant(0.0), counted=tf.constant(0.0))
+            sums.extend(factor)
         return sums
 
     def count(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Counts each term's weight sum over the stacks, factors and the valid rows; leaves all
-        state as it was.
+        """Counts each term's weight sum over the stacks, then the factors, then the valid rows.
+
+        All state is left as it was.
         """
 
         def count(batch):
             if not self.losses.outputs and not self._returned:
                 return [_rows(batch)] * (len(self.term_weights) + 1)
             terms, _ = self.terms(batch, training=False, observe=False)
-            return [*(t.weight_sum for t in terms), *self._factors(terms), _rows(batch)]
+            weight_sums = [term.weight_sum for term in terms]
+            factors = self._factors(terms)
+            return [*weight_sums, *factors, _rows(batch)]
 
         size = len(self.term_weights) + 2 * len(self._scalars) + 1
         with restored([*self.state, *self.model.metric_variables]):
@@ -370,10 +468,10 @@ class ModelObjective(Objective):
         return tf.add_n([_rows(stack, axes=2) for stack in stacks])
 
     def observe_labels(self, stacks: Sequence[Batch]) -> None:
-        """Checks the class indices among the targets, unless targets are only known in a
-        micro-batch.
-        """
-        for stack in () if self.model.takes_targets_apart else stacks:
+        """Checks the class indices among the targets, unless a micro-batch alone knows these."""
+        if self.model.takes_targets_apart:
+            return
+        for stack in stacks:
             self._observe(self.outputs.targets(stack.y))
 
     def _observe(self, y_true: list[tf.Tensor]) -> None:
@@ -386,66 +484,82 @@ class ModelObjective(Objective):
         return tf.cast(weight_sum > 0.0, weight_sum.dtype)
 
     def penalty(self) -> tf.Tensor | None:
-        # A `compute_loss` of the model's own adds it, or does not.
-        return None if self.own is not None else self.model.penalty()
+        if self.own is not None:
+            return None  # a `compute_loss` of the model's own adds it, or does not
+        return self.model.penalty()
 
     def accepts(self) -> tf.Tensor:
         return self.running.fine()
 
     def typical_weight(self, stacks: Sequence[Batch]) -> float:
-        rows = sum(math.prod(tf.nest.flatten(stack.x)[0].shape[:2]) for stack in stacks)
+        rows = 0
+        for stack in stacks:
+            first_input = tf.nest.flatten(stack.x)[0]
+            rows += math.prod(first_input.shape[:2])
         if self.has_several_terms or not self.losses.outputs:
             return float(rows)
-        only = self.losses.outputs[0]
-        target = self.outputs.targets(stacks[0].y)[only.position]
-        return float(
-            rows * math.prod(target.shape[2:-1] if only.classes is None else target.shape[2:])
-        )
+        (output,) = self.losses.outputs
+        target = self.outputs.targets(stacks[0].y)[output.position]
+        axes_within_row = target.shape[2:]
+        if output.classes is None:
+            axes_within_row = target.shape[2:-1]  # without the values of one element
+        return float(rows * math.prod(axes_within_row))
 
     # An evaluation.
 
     def evaluate(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Sums every term's loss sum, then weight sums and factors, over the stacks; updates the
-        metrics.
+        """Sums every term's loss sum, then weight sums, then factors, over the stacks.
+
+        The metrics are updated.
         """
 
         def sums(batch):
             terms, y_pred = self.terms(batch, training=False)
             self.update_metrics(batch, terms, y_pred, training=False)
-            return [
-                *(t.loss_sum for t in terms),
-                *(t.weight_sum for t in terms),
-                *self._factors(terms),
-            ]
+            loss_sums = [term.loss_sum for term in terms]
+            weight_sums = [term.weight_sum for term in terms]
+            return [*loss_sums, *weight_sums, *self._factors(terms)]
 
         self.observe_labels(stacks)
+        size = 2 * len(self.term_weights) + 2 * len(self._scalars)
         with self.scope():
-            return _sum_over(stacks, sums, 2 * len(self.term_weights) + 2 * len(self._scalars))
+            return _sum_over(stacks, sums, size)
 
     def evaluated(self, sums: Sequence[float]) -> dict[str, float]:
-        """Returns the logs of an evaluation, from the sums of its dispatches so far;
+        """Returns the logs of an evaluation, from the sums of its dispatches so far.
+
         `model.metrics` has them too.
         """
         size = len(self.term_weights)
         loss_sums = sums[:size]
         weight_sums = sums[size : 2 * size]
         factors = sums[2 * size :]
-        loss, logs = 0.0, {}
-        names = [*self.running.losses] + [None] * (size - len(self.running.losses))
         denominators = self._denominators(weight_sums, factors)
+        unnamed = size - len(self.running.losses)
+        names = [*self.running.losses, *[None] * unnamed]
+
+        loss = 0.0
+        loss_by_name = {}
         terms = zip(names, self.term_weights, loss_sums, denominators, strict=True)
         for name, weight, loss_sum, denominator in terms:
-            value = loss_sum / float(denominator) if denominator else 0.0
+            value = 0.0
+            if denominator:
+                value = loss_sum / float(denominator)
             loss += float(_read(weight)) * value
             if name is not None:
-                logs[name] = value
-        loss += float(self.penalty() or 0.0)
-        losses = {"loss": loss, **logs}
+                loss_by_name[name] = value
+        penalty = self.penalty()
+        if penalty is not None:
+            loss += float(penalty)
+
+        losses = {"loss": loss, **loss_by_name}
         self.running.show(losses)
-        logs = self.metrics.logs(losses, training=False)
-        return {
-            name: log_value(value) if tf.is_tensor(value) else value for name, value in logs.items()
-        }
+        logs = {}
+        for name, value in self.metrics.logs(losses, training=False).items():
+            if tf.is_tensor(value):
+                value = log_value(value)
+            logs[name] = value
+        return logs
 
     def in_order(self, logs: Mapping[str, float]) -> list[str]:
         """Returns the logs' names in the order of Keras's `evaluate`."""
@@ -458,16 +572,17 @@ class ModelObjective(Objective):
 
 
 def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
-    """Returns how each kind of the model's added losses is reduced over rows, if its scalars are so
-    by `scalars`.
+    """Returns how each kind of the model's added losses is reduced over rows.
+
+    `scalars` is the reduction of those losses that are scalars.
     """
     if scalars == "mean":
         return model.added_reductions
-    if regularised := [
-        each.name
-        for each in model.layers
-        if getattr(each, "activity_regularizer", None) is not None
-    ]:
+    regularised = []
+    for layer in model.layers:
+        if getattr(layer, "activity_regularizer", None) is not None:
+            regularised.append(layer.name)
+    if regularised:
         raise ValueError(
             f"own_loss_reduction='sum', but the activity regularisers of {regularised} are means "
             "over rows: add what they compute by add_loss, as a sum, or one value for each row, "
@@ -484,22 +599,22 @@ def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
 
 def _read(weight: float | Variable) -> float | tf.Tensor:
     """Returns a loss's weight, as a variable has it now: read in each step, as in Keras."""
-    return weight if isinstance(weight, float) else tf.cast(raw(weight).read_value(), tf.float32)
+    if isinstance(weight, float):
+        return weight
+    return tf.cast(raw(weight).read_value(), tf.float32)
 
 
 def _weighted(
     weights: Sequence[float | Variable], terms: Sequence[Term], denominators: Sequence[tf.Tensor]
 ) -> tf.Tensor:
-    """Sums weighted terms over their denominators; there may be more weights and denominators than
-    terms.
+    """Sums weighted terms over their denominators.
+
+    There may be more weights and denominators than terms.
     """
-    parts = zip(map(_read, weights), terms, denominators, strict=False)
-    return tf.add_n(
-        [
-            weight * tf.math.divide_no_nan(t.loss_sum, denominator)
-            for weight, t, denominator in parts
-        ]
-    )
+    parts = []
+    for weight, term, denominator in zip(weights, terms, denominators, strict=False):
+        parts.append(_read(weight) * tf.math.divide_no_nan(term.loss_sum, denominator))
+    return tf.add_n(parts)
 
 
 def _sum_over(
@@ -510,15 +625,18 @@ def _sum_over(
     for stack in stacks:
 
         def body(i, *totals, stack=stack):
-            values = fn(tf.nest.map_structure(lambda t: tf.gather(t, i), stack))
-            return [a + b for a, b in zip(totals, values, strict=True)]
+            micro_batch = tf.nest.map_structure(lambda t: tf.gather(t, i), stack)
+            values = fn(micro_batch)
+            return [total + value for total, value in zip(totals, values, strict=True)]
 
         totals = loop(trip_count(stack), body, totals)
     return totals
 
 
 def _targets(batch: Batch) -> Nest:
-    return batch.y if tf.nest.flatten(batch.y) else None
+    if not tf.nest.flatten(batch.y):
+        return None
+    return batch.y
 
 
 def _warn_of_mixing(what: str, operation: str) -> None:
@@ -535,9 +653,7 @@ def _warn_of_mixing(what: str, operation: str) -> None:
 
 
 def _warn_of_scalar(output: str, scalar: ScalarLoss) -> None:
-    """Warns of a loss that is one number for a batch, and may not follow from those of
-    micro-batches.
-    """
+    """Warns of a loss that is one number for a batch, and may not follow from its parts'."""
     combined = "averaged by their rows"
     if scalar.kind == "sum":
         combined = "added up"
@@ -555,5 +671,6 @@ def _warn_of_scalar(output: str, scalar: ScalarLoss) -> None:
 
 def _rows(batch: Batch, axes: int = 1) -> tf.Tensor:
     if batch.mask is None:
-        return as_float(math.prod(lengths(tf.nest.flatten(batch.x)[0])[:axes]))
+        first_input = tf.nest.flatten(batch.x)[0]
+        return as_float(math.prod(lengths(first_input)[:axes]))
     return tf.reduce_sum(tf.cast(batch.mask, tf.float32))
