@@ -77,7 +77,7 @@ Accumulator: TypeAlias = "gradients.SumAccumulator | gradients.FactoredAccumulat
 
 
 class _RunningTotals(NamedTuple):
-    """What a stack's micro-batches are added to, by the variable's place."""
+    """Totals that a stack's micro-batches are added to, by the variable's place."""
 
     gradients: list[tf.Tensor]
     looked_up: list[tf.Tensor]  # bool [rows]; of tables alone it has a meaning
