@@ -1,9 +1,8 @@
-"""Fused attention for layers of Keras and KerasHub, and for calls of
-`keras.ops.dot_product_attention`.
+"""Fused attention for layers of Keras and KerasHub, and for `keras.ops.dot_product_attention`.
 
 Keras's TensorFlow backend has the unfused formula alone. Once this module is imported, that
-function asks the context
-of the trace first: within a train step or an evaluation, a `FusedAttention` answers.
+function asks the context of the trace first: within a train step or an evaluation, a
+`FusedAttention` answers.
 """
 
 from __future__ import annotations
@@ -32,44 +31,51 @@ from fastaccum.lines import warn
 FlashAttention = Literal["auto"] | bool
 Call = Callable[..., Any]
 
-# In bytes of one call's scores in float32: below these the layer's own formula keeps little for the
-# way back.
-_SMALL_ON_CPU, _SMALL_ON_GPU = 2**28, 2**26
-# tokens of what blocks alone compute: on a GPU of a window or a soft cap
-_SHORT_ON_CPU, _SHORT_ON_GPU = 512, 2048
+# Bytes of one call's scores in float32. With fewer, the mode "auto" takes the layer's own formula,
+# because that keeps little for the way back.
+_SMALL_ON_CPU = 2**28
+_SMALL_ON_GPU = 2**26
+# Tokens of a call that blocks alone compute. Up to these, the mode "auto" takes the layer's own
+# formula. On a CPU such a call has dropout, a window or a soft cap; on a GPU one of the last two.
+_SHORT_ON_CPU = 512
+_SHORT_ON_GPU = 2048
+
+# Reasons why a call is left to the layer.
 _OWN_FORMULA = "a formula of the layer's own"
 _UNREADABLE = "a mask that cannot be read as causal, a window, padding or documents"
 
 
 class _HubLayer(NamedTuple):
-    """Names of attributes of a layer that computes `softmax(scale * query @ key) @ value` in
-    `_compute_attention`.
+    """Form of a layer whose `_compute_attention` is `softmax(scale * query @ key) @ value`.
+
+    All fields but `scale` are names of attributes of the layer.
     """
 
     # each adds to the formula what the kernels lack, if it is set
     unsupported: tuple[str, ...] = ()
     dropout: str | None = None  # the Dropout layer of the weights
-    window: str = ""  # turns on a symmetric window of `sliding_window_size`
-    # no name: computes the factor of the scores
+    window: str | None = None  # turns on a symmetric window of `sliding_window_size`
+    # computes the factor of the scores
     scale: Callable[[Any], float] = private.inv_norm_factor
 
 
 def _gemma_scale(layer: Any) -> float:
-    heads = layer.num_query_heads
-    return 1 / math.sqrt(
-        layer.head_dim if layer.query_head_dim_normalize else layer.hidden_dim // heads
-    )
+    if layer.query_head_dim_normalize:
+        width = layer.head_dim
+    else:
+        width = layer.hidden_dim // layer.num_query_heads
+    return 1 / math.sqrt(width)
 
 
-_FLAG = "use_sliding_window_attention"
-_GEMMA = _HubLayer((), "dropout_layer", _FLAG, _gemma_scale)
+_WINDOW_FLAG = "use_sliding_window_attention"
+_GEMMA = _HubLayer(dropout="dropout_layer", window=_WINDOW_FLAG, scale=_gemma_scale)
 # Keras's own with dropout; those without call `dot_product_attention`.
 _KERAS_LAYERS = {
     keras.layers.MultiHeadAttention: _HubLayer(
-        (), private.dropout_layer.name, "", private.inverse_sqrt_key_dim
+        dropout=private.dropout_layer.name, scale=private.inverse_sqrt_key_dim
     ),
     keras.layers.GroupQueryAttention: _HubLayer(
-        (), private.dropout_layer.name, "", private.inverse_sqrt_head_dim
+        dropout=private.dropout_layer.name, scale=private.inverse_sqrt_head_dim
     ),
 }
 # By module and class. Llama's also serves Llama 3; windows of Mistral and Mixtral come in the mask.
@@ -82,8 +88,8 @@ _HUB_LAYERS = {
     "gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention": _HubLayer(
         dropout=private.attn_dropout_layer.name
     ),
-    "qwen.qwen_attention.QwenAttention": _HubLayer(window=_FLAG),
-    "qwen_moe.qwen_moe_attention.QwenMoeAttention": _HubLayer(window=_FLAG),
+    "qwen.qwen_attention.QwenAttention": _HubLayer(window=_WINDOW_FLAG),
+    "qwen_moe.qwen_moe_attention.QwenMoeAttention": _HubLayer(window=_WINDOW_FLAG),
     "qwen3.qwen3_attention.Qwen3Attention": _HubLayer(window="sliding_window_size"),
     "qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": _HubLayer(window="sliding_window_size"),
     "gemma.gemma_attention.CachedGemmaAttention": _GEMMA,
@@ -117,45 +123,48 @@ class FusedAttention:
         return trace_context.current().extended(attention=self._dot_product_attention)
 
     def make_forms(self, layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
-        """Returns interceptors of the layers that have an attention formula of their own; warns if
-        none is fused.
+        """Returns interceptors of the layers that have an attention formula of their own.
+
+        It warns if this release of Keras keeps its attention where none can be fused.
         """
-        forms = []
         if _UNFUSED is None:
             _warn_of_keras()
+
+        forms = []
         for layer in layers:
-            method = (
-                private.compute_attention.name
-                if private.compute_attention.exists(layer)
-                else "call"
-            )
-            if hasattr(layer, "path") and (method != "call" or _attends(layer)):
-                forms.append(
-                    Interceptor(layer, method, functools.partial(self._form, layer), Role.FORM)
-                )
-            make = getattr(type(layer), private.compute_causal_mask.name, None)
-            if make is not None and of_keras(make):
-                forms.append(
-                    Interceptor(
-                        layer, private.compute_causal_mask.name, _make_causal_mask, Role.FORM
-                    )
-                )
+            has_formula = private.compute_attention.exists(layer)
+            method = private.compute_attention.name if has_formula else "call"
+            if hasattr(layer, "path") and (has_formula or _attends(layer)):
+                compute = functools.partial(self._form, layer)
+                forms.append(Interceptor(layer, method, compute, Role.FORM))
+
+            mask_method = private.compute_causal_mask.name
+            make_mask = getattr(type(layer), mask_method, None)
+            if make_mask is not None and of_keras(make_mask):
+                forms.append(Interceptor(layer, mask_method, _make_causal_mask, Role.FORM))
         return forms
 
     def _form(self, layer: keras.layers.Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Computes a layer's `_compute_attention`; of another layer `call`, for what computes its
-        attention.
+        """Computes a layer's `_compute_attention`, or its `call` if it has no such method.
+
+        The argument `call` is what the layer itself does.
         """
-        outer, self._layer, self._noted = self._layer, layer, False
+        outer = self._layer
+        self._layer = layer
+        self._noted = False
         try:
             keras_form = _keras_form(layer)
             form = _hub_form(layer) or keras_form
             if form is not None:
                 try:
                     output = self._compute(layer, form, *args, **kwargs)
-                    return output if keras_form is None else (output, None)
-                except _NotFused as left:
-                    self._leave(str(left))
+                except _NotFused as reason:
+                    self._leave(str(reason))
+                else:
+                    if keras_form is None:
+                        return output
+                    return output, None  # Keras's layers return the scores too
+
             result = call(*args, **kwargs)
             if not self._noted:  # it called no `dot_product_attention`
                 self._leave(_OWN_FORMULA)
@@ -178,43 +187,55 @@ class FusedAttention:
         training: bool | None = None,
         return_attention_scores: bool = False,
         use_causal_mask: bool = False,
-        **_: Any,
+        **_unused: Any,
     ) -> tf.Tensor:
         if return_attention_scores or private.return_attention_scores(layer, False):
             raise _NotFused(_OWN_FORMULA)
         _require_kernel_arguments(query, key, value, None)
         for name in kind.unsupported:
-            if set_ := getattr(layer, name):
-                raise _NotFused(f"{name}={set_}")
-        mask, dropout = (
-            attention_mask,
-            getattr(layer, kind.dropout) if kind.dropout and training else None,
+            setting = getattr(layer, name)
+            if setting:
+                raise _NotFused(f"{name}={setting}")
+
+        dropout = None
+        if kind.dropout and training:
+            dropout = getattr(layer, kind.dropout)
+        if attention_mask is not None and attention_mask.shape.rank != 4:
+            attention_mask = tf.expand_dims(attention_mask, -3)  # of the heads
+        window = None
+        if attention_mask is not None and kind.window and getattr(layer, kind.window, None):
+            window = layer.sliding_window_size
+
+        output, _ = self._fuse(
+            query,
+            key,
+            value,
+            mask=attention_mask,
+            scale=kind.scale(layer),
+            is_causal=use_causal_mask,
+            dropout=dropout,
+            soft_cap=getattr(layer, "logit_soft_cap", None),
+            window=window,
         )
-        mask = mask if mask is None or mask.shape.rank == 4 else tf.expand_dims(mask, -3)
-        terms: dict[str, Any] = {"mask": mask, "is_causal": use_causal_mask, "dropout": dropout}
-        terms["window"] = (
-            layer.sliding_window_size
-            if mask is not None and getattr(layer, kind.window, None)
-            else None
-        )
-        terms["soft_cap"] = getattr(layer, "logit_soft_cap", None)
-        return self._fuse(query, key, value, scale=kind.scale(layer), **terms)[0]
+        return output
 
     def _dot_product_attention(self, query: Any, key: Any, value: Any, **options: Any) -> tf.Tensor:
-        """Computes `keras.ops.dot_product_attention`: a query that sees no key gets the mean of all
-        values.
+        """Computes `keras.ops.dot_product_attention`.
+
+        There a query that sees no key gets the mean of all values.
         """
         try:
-            output, sees = self._fuse(query, key, value, **options)
-        except _NotFused as left:
-            self._leave(str(left))
+            output, sees_any = self._fuse(query, key, value, **options)
+        except _NotFused as reason:
+            self._leave(str(reason))
             return _UNFUSED(query, key, value, **options)
-        if sees is None:
+        if sees_any is None:
             return output
+
         mean = tf.reduce_mean(tf.cast(value, output.dtype), 1, keepdims=True)
-        return tf.where(
-            sees[..., None, None], output, tf.repeat(mean, output.shape[2] // mean.shape[2], 2)
-        )
+        sees_any = sees_any[..., None, None]
+        heads_per_value = output.shape[2] // mean.shape[2]
+        return tf.where(sees_any, output, tf.repeat(mean, heads_per_value, 2))
 
     def _leave(self, reason: str) -> None:
         if self._mode != "auto":
@@ -231,8 +252,13 @@ class FusedAttention:
 
     def _note(self, choice: str) -> None:
         """Adds to the choices of the layer, which may be called more than once."""
-        self._noted, before = True, self.choices.get(self._place, choice)
-        self.choices[self._place] = before if choice in before else f"{before}; {choice}"
+        self._noted = True
+        place = self._place
+        before = self.choices.get(place, choice)
+        if choice in before:
+            self.choices[place] = before
+        else:
+            self.choices[place] = f"{before}; {choice}"
 
     def _fuse(
         self,
@@ -249,78 +275,96 @@ class FusedAttention:
         soft_cap: float | None = None,
         window: int | None = None,
     ) -> tuple[tf.Tensor, tf.Tensor | None]:
-        """Computes attention by the kernels; raises _NotFused if they cannot, exactly, or if it
-        does not pay.
+        """Computes attention by the kernels.
 
-        Returns the output, 0 for a query that sees nothing; and bool [B, T], which see a key, None
-        if each does.
+        Returns the output, 0 for a query that sees nothing; and bool [B, T], whether a query sees
+        a key, or None if each does. Raises _NotFused if the kernels cannot compute the call
+        exactly, or if they do not pay.
         """
-        query, key, value = (tf.convert_to_tensor(each) for each in (query, key, value))
-        if bias is not None or attn_logits_soft_cap is not None or flash_attention:
-            reasons = (
-                "a bias" if bias is not None else "a soft cap",
-                "flash_attention=True of the layer itself",
-            )
-            raise _NotFused(reasons[bool(flash_attention)])
+        query = tf.convert_to_tensor(query)
+        key = tf.convert_to_tensor(key)
+        value = tf.convert_to_tensor(value)
+        if flash_attention:
+            raise _NotFused("flash_attention=True of the layer itself")
+        if bias is not None:
+            raise _NotFused("a bias")
+        if attn_logits_soft_cap is not None:
+            raise _NotFused("a soft cap")
         _require_kernel_arguments(query, key, value, scale)
-        batch, queries, heads, _ = query.shape
-        keys, limit = key.shape[1], _SMALL_ON_GPU if has_gpu() else _SMALL_ON_CPU
-        scores = 4 * (batch or 1) * heads * queries * keys
-        small = _NotFused(
-            f"its scores take {scores / 2**20:,.3g} MiB, less than {limit / 2**20:,.3g}"
+
+        # In the mode "auto" small scores are left to the layer, unless cuDNN computes them.
+        too_small = None
+        if self._mode == "auto":
+            too_small = _why_too_small(query, key)
+        if too_small is not None and not (has_gpu() and query.dtype in HALF):
+            raise _NotFused(too_small)
+
+        parts = self._read_parts(query.shape[1], key.shape[1], mask, is_causal, window)
+        causal = parts.after == 0
+        window = None
+        if parts.before is not None:
+            window = parts.before + 1  # a query sees itself too
+        dropout_rate = 0.0 if dropout is None else dropout.rate
+        if self._mode == "auto" and (dropout_rate or window is not None or soft_cap is not None):
+            _require_many_tokens(query, key, dropout_rate)
+
+        has_segments = (
+            parts.queries is not None or parts.keys is not None or parts.documents is not None
         )
-        left = self._mode == "auto" and scores < limit  # unless cuDNN takes it
-        if left and not (has_gpu() and query.dtype in HALF):
-            raise small
-        parts = Mask(after=0 if is_causal else None)
-        if mask is not None:
-            found = read_mask(tf.convert_to_tensor(mask), queries, keys, zero_or_one=self._of_hub)
-            if found is None:
-                raise _NotFused(_UNREADABLE)
-            parts = parts.both(found)
-        if window is not None and window < max(queries, keys):
-            parts = parts.both(Mask(window - 1, window - 1))
-        if parts.after not in (0, parts.before):  # to one side
-            raise _NotFused(_UNREADABLE)
-        if parts.after is not None and queries != keys:
-            raise _NotFused(f"a causal mask of {queries} queries and {keys} keys")
-        window, rate = (
-            None if parts.before is None else parts.before + 1,
-            0.0 if dropout is None else dropout.rate,
-        )
-        causal, plain = parts.after == 0, not rate and window is soft_cap is None
-        short = (0 if rate else _SHORT_ON_GPU) if has_gpu() else _SHORT_ON_CPU
-        if self._mode == "auto" and not plain and max(queries, keys) <= short:
-            raise _NotFused(f"dropout, a window or a soft cap, of {short} tokens at most")
-        padded = any(part is not None for part in parts[2:])
-        chosen = attention_implementation(
+        implementation = attention_implementation(
             query.shape,
             key.shape,
             dtype=query.dtype,
             causal=causal,
-            packed=padded,
-            dropout=bool(rate),
-            jit_compile=in_xla() and window is soft_cap is None,
+            packed=has_segments,
+            dropout=bool(dropout_rate),
+            jit_compile=in_xla() and window is None and soft_cap is None,
         )
-        if left and chosen != "cudnn":
-            raise small
-        chosen = "cudnn" if chosen == "cudnn" else "blockwise"
-        segments, sees = (
-            _as_segments(parts, tf.shape(query)[0], queries, keys) if padded else (None, None)
-        )
+        if implementation != "cudnn":
+            if too_small is not None:
+                raise _NotFused(too_small)
+            implementation = "blockwise"
+
+        segments = None
+        sees_any = None
+        if has_segments:
+            rows = tf.shape(query)[0]
+            segments, sees_any = _as_segments(parts, rows, query.shape[1], key.shape[1])
         scale = None if scale is None else float(scale)
-        options = {
+        options: dict[str, Any] = {
             "causal": causal,
             "window": window,
             "scale": scale,
             "soft_cap": soft_cap,
             "segment_ids": segments,
         }
-        if rate and dropout is not None:
-            options |= {"dropout": rate, "seed": dropout.seed_generator.next()}
-        output = attention(query, key, value, implementation=chosen, **options)
-        self._note(f"fused: {chosen}")
-        return output, sees
+        if dropout_rate and dropout is not None:
+            options["dropout"] = dropout_rate
+            options["seed"] = dropout.seed_generator.next()
+        output = attention(query, key, value, implementation=implementation, **options)
+        self._note(f"fused: {implementation}")
+        return output, sees_any
+
+    def _read_parts(
+        self, queries: int, keys: int, mask: Any, is_causal: bool, window: int | None
+    ) -> Mask:
+        """Joins all that hides keys from queries; raises _NotFused if the kernels cannot do so."""
+        parts = Mask(after=0) if is_causal else Mask()
+        if mask is not None:
+            mask = tf.convert_to_tensor(mask)
+            parts_of_mask = read_mask(mask, queries, keys, zero_or_one=self._of_hub)
+            if parts_of_mask is None:
+                raise _NotFused(_UNREADABLE)
+            parts = parts.both(parts_of_mask)
+        if window is not None and window < max(queries, keys):
+            parts = parts.both(Mask(before=window - 1, after=window - 1))
+
+        is_causal_or_symmetric = parts.after in (0, parts.before)
+        if not is_causal_or_symmetric:
+            raise _NotFused(_UNREADABLE)
+        if parts.after is not None and queries != keys:
+            raise _NotFused(f"a causal mask of {queries} queries and {keys} keys")
+        return parts
 
 
 # The methods of a layer that make up its formula.
@@ -328,57 +372,61 @@ _FORMULA = (private.compute_attention.name, private.masked_softmax.name)
 
 
 def _attends(layer: keras.layers.Layer) -> bool:
-    """Tells by the name of its class if a layer of Keras's or KerasHub's has attention of another
-    kind.
-    """
+    """Tells by name if a layer of Keras's or KerasHub's has attention of another kind."""
     owner, _, name = known_name(type(layer)).partition(".")
     return owner in ("keras", "keras_hub") and "Attention" in name and "Mask" not in name
 
 
 def _hub_form(layer: Any) -> _HubLayer | None:
-    """Returns the form of a layer of KerasHub's, unless a subclass computes a part of it
-    otherwise.
-    """
-    for made in type(layer).__mro__:
-        if private.compute_attention.name in vars(made):
-            same = all(
-                getattr(type(layer), name, None) is getattr(made, name, None) for name in _FORMULA
-            )
-            if not same or package(made) != "keras_hub":
-                return None
-            return _HUB_LAYERS.get(
-                f"{made.__module__}.{made.__qualname__}".partition(".src.models.")[2]
-            )
-    return None
+    """Returns the form of a layer of KerasHub's; None if a subclass changed a part."""
+    kind = type(layer)
+    bases = [base for base in kind.__mro__ if private.compute_attention.name in vars(base)]
+    if not bases:
+        return None
+    base = bases[0]  # whose `_compute_attention` the layer has
+
+    is_unchanged = all(getattr(kind, name, None) is getattr(base, name, None) for name in _FORMULA)
+    if not is_unchanged or package(base) != "keras_hub":
+        return None
+    _, _, name_in_hub = f"{base.__module__}.{base.__qualname__}".partition(".src.models.")
+    return _HUB_LAYERS.get(name_in_hub)
 
 
 def _keras_form(layer: Any) -> _HubLayer | None:
-    """Returns the form of a layer of Keras's with dropout, unless a subclass computes a part of it
-    otherwise.
-    """
-    for made, form in _KERAS_LAYERS.items():
-        same = all(getattr(type(layer), name, None) is getattr(made, name) for name in _FORMULA)
-        if same and layer.dropout:
-            kinds = type(private.softmax(layer)), type(private.dropout_layer(layer))
-            return form if kinds == (keras.layers.Softmax, keras.layers.Dropout) else None
+    """Returns the form of a layer of Keras's with dropout; None if a subclass changed a part."""
+    kind = type(layer)
+    for base, form in _KERAS_LAYERS.items():
+        is_unchanged = all(getattr(kind, name, None) is getattr(base, name) for name in _FORMULA)
+        if not is_unchanged or not layer.dropout:
+            continue
+        softmax_kind = type(private.softmax(layer))
+        dropout_kind = type(private.dropout_layer(layer))
+        if softmax_kind is keras.layers.Softmax and dropout_kind is keras.layers.Dropout:
+            return form
+        return None
     return None
 
 
 def _make_causal_mask(call: Call, query: tf.Tensor, value: tf.Tensor | None = None) -> tf.Tensor:
-    """Makes the causal mask of Keras's layers of two ranges, not of two sums over a whole matrix of
-    ones.
+    """Makes the causal mask of Keras's layers by comparing two ranges.
+
+    Keras itself sums a whole matrix of ones, twice.
     """
-    queries, keys = query.shape[1], (query if value is None else value).shape[1]
+    queries = query.shape[1]
+    keys = queries if value is None else value.shape[1]
     if queries is None or keys is None:
         return call(query, value)
-    return tf.range(queries)[None, :, None] >= tf.range(keys)[None, None]
+    query_places = tf.range(queries)[None, :, None]
+    key_places = tf.range(keys)[None, None]
+    return query_places >= key_places
 
 
 def _require_kernel_arguments(
     query: tf.Tensor, key: tf.Tensor, value: tf.Tensor, scale: Any
 ) -> None:
-    if any(t.shape.rank != 4 or None in t.shape[1:] for t in (query, key, value)):
-        raise _NotFused("sizes that are not known when the step is traced")
+    for t in (query, key, value):
+        if t.shape.rank != 4 or None in t.shape[1:]:
+            raise _NotFused("sizes that are not known when the step is traced")
     if query.dtype not in (*HALF, tf.float32) or not query.dtype == key.dtype == value.dtype:
         raise _NotFused("dtypes other than float32, float16 or bfloat16 alike")
     if (
@@ -391,40 +439,100 @@ def _require_kernel_arguments(
         raise _NotFused("a scale that is a tensor")
 
 
+def _why_too_small(query: tf.Tensor, key: tf.Tensor) -> str | None:
+    """Returns why the scores of a call are too small for blocks to pay; None if they are not."""
+    batch, queries, heads, _ = query.shape
+    keys = key.shape[1]
+    scores = 4 * (batch or 1) * heads * queries * keys  # bytes in float32
+    limit = _SMALL_ON_GPU if has_gpu() else _SMALL_ON_CPU
+    if scores >= limit:
+        return None
+    return f"its scores take {scores / 2**20:,.3g} MiB, less than {limit / 2**20:,.3g}"
+
+
+def _require_many_tokens(query: tf.Tensor, key: tf.Tensor, dropout_rate: float) -> None:
+    """Raises _NotFused for a call with dropout, a window or a soft cap that is too short to pay."""
+    if not has_gpu():
+        most_tokens = _SHORT_ON_CPU
+    elif dropout_rate:
+        most_tokens = 0  # any length pays
+    else:
+        most_tokens = _SHORT_ON_GPU
+    if max(query.shape[1], key.shape[1]) <= most_tokens:
+        raise _NotFused(f"dropout, a window or a soft cap, of {most_tokens} tokens at most")
+
+
 def _as_segments(
     mask: Mask, rows: tf.Tensor, queries: int, keys: int
 ) -> tuple[tuple[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """Returns documents and padding as ids of queries and keys, and bool [B, T], whether a query
-    sees any key.
+    """Returns documents and padding as ids of queries and keys, and whether a query sees any key.
+
+    The last is bool [B, T].
     """
-    own, others = mask.documents or (
-        tf.zeros([1, queries], tf.int32),
-        tf.zeros([1, keys], tf.int32),
-    )
-    padded = mask.queries is not None or mask.keys is not None
-    if padded and own.dtype.size > 4:
+    if mask.documents is None:
+        query_ids = tf.zeros([1, queries], tf.int32)
+        key_ids = tf.zeros([1, keys], tf.int32)
+    else:
+        query_ids, key_ids = mask.documents
+    is_padded = mask.queries is not None or mask.keys is not None
+    if is_padded and query_ids.dtype.size > 4:
         raise _NotFused(
             "documents of 64-bit ids beside padding, which takes an id of its own: cast them to "
             "int32"
         )
-    if padded and mask.documents:  # multiples of 4, which padding is not
-        own, others = (4 * tf.cast(ids, tf.int64) for ids in (own, others))
-    own, others = tf.broadcast_to(own, [rows, queries]), tf.broadcast_to(others, [rows, keys])
-    segments = own if mask.queries is None else tf.where(mask.queries, own, 1), others
-    segments = segments[0], others if mask.keys is None else tf.where(mask.keys, others, 2)
-    t_T1, s_S = tf.range(queries)[:, None], tf.range(keys)
-    if mask.documents:
-        in_band = s_S >= 0 if mask.after is None else s_S <= t_T1 + mask.after
-        in_band &= True if mask.before is None else s_S >= t_T1 - mask.before
-        return segments, tf.reduce_any(
-            (segments[0][:, :, None] == segments[1][:, None]) & in_band, 2
-        )
-    may_see, seen = segments[0] == 0, segments[1] == 0
+
+    # Padding takes the ids 1 and 2, so those of documents become multiples of 4.
+    if is_padded and mask.documents is not None:
+        query_ids = 4 * tf.cast(query_ids, tf.int64)
+        key_ids = 4 * tf.cast(key_ids, tf.int64)
+    query_ids = tf.broadcast_to(query_ids, [rows, queries])
+    key_ids = tf.broadcast_to(key_ids, [rows, keys])
+    if mask.queries is not None:
+        query_ids = tf.where(mask.queries, query_ids, 1)
+    if mask.keys is not None:
+        key_ids = tf.where(mask.keys, key_ids, 2)
+    segments = query_ids, key_ids
+
+    # Padding alone needs no places; they stand here because traced programs hold them either way.
+    query_places = tf.range(queries)[:, None]
+    key_places = tf.range(keys)
+    if mask.documents is None:
+        may_see = query_ids == 0
+        is_seen = key_ids == 0
+        return segments, _sees_any_in_band(mask, may_see, is_seen, queries, keys)
+
+    if mask.after is None:
+        is_early_enough = key_places >= 0
+    else:
+        is_early_enough = key_places <= query_places + mask.after
+    is_late_enough: tf.Tensor | bool = True
+    if mask.before is not None:
+        is_late_enough = key_places >= query_places - mask.before
+    is_in_band = is_early_enough & is_late_enough
+    is_same_document = query_ids[:, :, None] == key_ids[:, None]
+    return segments, tf.reduce_any(is_same_document & is_in_band, 2)
+
+
+def _sees_any_in_band(
+    mask: Mask, may_see: tf.Tensor, is_seen: tf.Tensor, queries: int, keys: int
+) -> tf.Tensor:
+    """Returns bool [B, T]: whether a query that may see has a key that is seen within the band.
+
+    The band is from `mask.before` to `mask.after`. Sums over the first keys count those within it,
+    without a matrix of queries and keys.
+    """
     places = np.arange(queries)
-    end = np.minimum(places + (keys if mask.after is None else mask.after + 1), keys)
-    start = 0 * places if mask.before is None else np.maximum(places - mask.before, 0)
-    sums = tf.cumsum(tf.pad(tf.cast(seen, tf.int32), [[0, 0], [1, 0]]), 1)
-    return segments, may_see & (tf.gather(sums, end, axis=1) > tf.gather(sums, start, axis=1))
+    starts = np.zeros_like(places)
+    if mask.before is not None:
+        starts = np.maximum(places - mask.before, 0)
+    ends = np.full_like(places, keys)
+    if mask.after is not None:
+        ends = np.minimum(places + mask.after + 1, keys)
+
+    seen_before = tf.cumsum(tf.pad(tf.cast(is_seen, tf.int32), [[0, 0], [1, 0]]), 1)
+    seen_before_end = tf.gather(seen_before, ends, axis=1)
+    seen_before_start = tf.gather(seen_before, starts, axis=1)
+    return may_see & (seen_before_end > seen_before_start)
 
 
 @functools.cache
@@ -441,15 +549,17 @@ _UNFUSED: Any = private.nn.dot_product_attention if private.has("nn") else None
 
 
 def _replace_formula(unfused: Callable[..., tf.Tensor]) -> None:
-    """Replaces Keras's formula for good: without a fused one in a trace's context it does what it
-    did.
+    """Replaces Keras's formula for good.
+
+    Without a fused one in a trace's context it does what it did.
     """
     signature = inspect.signature(unfused)
 
     @functools.wraps(unfused)
     def dot_product_attention(*args: Any, **kwargs: Any) -> tf.Tensor:
         formula = trace_context.current().attention or unfused
-        return formula(**signature.bind(*args, **kwargs).arguments)
+        arguments = signature.bind(*args, **kwargs).arguments
+        return formula(**arguments)
 
     private.nn.dot_product_attention = dot_product_attention
 
