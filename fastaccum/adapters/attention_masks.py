@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -23,16 +24,15 @@ _TRANSPARENT = {
 _BOTH = {"LogicalAnd", "Minimum"}
 _COMPARISONS = {"Greater": ">", "GreaterEqual": ">=", "Less": "<", "LessEqual": "<="}
 _MIRRORED = {">": "<", ">=": "<=", "<": ">", "<=": ">="}
-_LARGEST = 2**24  # elements of a mask that is evaluated
+# Elements of the largest mask of constants that is evaluated, which takes their memory and time.
+_LARGEST = 2**24
 
-# the names of the axes before the last two: "batch", "head", or "one" for any of size 1
+# The names of the axes before the last two: "batch", "head", or "one" for any of size 1.
 Axes = tuple[str, ...]
 
 
 class Mask(NamedTuple):
-    """Parts of a mask: a query sees the keys that all parts let it see, and None lets it see
-    all.
-    """
+    """Parts of a mask, each of which may hide keys from a query; None hides nothing."""
 
     before: int | None = None  # query t sees keys from t - before
     after: int | None = None  # to t + after: a causal mask has 0
@@ -43,11 +43,33 @@ class Mask(NamedTuple):
 
     def both(self, other: Mask) -> Mask:
         """Returns the mask that has the parts of this one and of the other."""
-        parts = zip((min, min, tf.logical_and, tf.logical_and), self[:4], other[:4], strict=True)
-        before, after, queries, keys = (
-            b if a is None else a if b is None else join(a, b) for join, a, b in parts
+        return Mask(
+            before=_joined(min, self.before, other.before),
+            after=_joined(min, self.after, other.after),
+            queries=_joined(tf.logical_and, self.queries, other.queries),
+            keys=_joined(tf.logical_and, self.keys, other.keys),
+            documents=self.documents or other.documents,
         )
-        return Mask(before, after, queries, keys, self.documents or other.documents)
+
+
+def _joined(join: Callable[[Any, Any], Any], part: Any, other: Any) -> Any:
+    if part is None:
+        return other
+    if other is None:
+        return part
+    return join(part, other)
+
+
+class _AlongTokens(NamedTuple):
+    """Tensor that differs along the queries only, or along the keys only: it is in one field."""
+
+    queries: tf.Tensor | None = None  # [B or 1, T]
+    keys: tf.Tensor | None = None  # [B or 1, S]
+
+
+class _Operand(NamedTuple):
+    tensor: tf.Tensor
+    axes: Axes
 
 
 def read_mask(
@@ -65,80 +87,112 @@ def read_mask(
     rank = mask.shape.rank
     if rank is None or not 2 <= rank <= 4 or not (mask.dtype.is_bool or mask.dtype.is_integer):
         return None
-    return _Reader((queries, keys), zero_or_one).read(
-        mask, ("batch", "head")[4 - rank :], positive=True
-    )
+    axes = ("batch", "head")[4 - rank :]  # aligned at the last axis, as NumPy broadcasts
+    return _Reader((queries, keys), zero_or_one).read(mask, axes, positive=True)
 
 
 class _Reader:
     def __init__(self, size: tuple[int, int], zero_or_one: bool):
-        self._size, self._zero_or_one = size, zero_or_one
+        self._size = size
+        self._zero_or_one = zero_or_one
 
     def read(self, t: tf.Tensor, axes: Axes, positive: bool) -> Mask | None:
         """Reads a tensor, of numbers only if those that are `positive` are true."""
-        t = t if hasattr(t, "op") else tf.constant(t.numpy())  # a tensor that the layer holds
+        if not hasattr(t, "op"):  # a tensor that the layer holds
+            t = tf.constant(t.numpy())
         if t.shape.rank is None or t.shape.rank < 2:
             return None
-        operation, last = t.op, tuple(t.shape[-2:])
-        if (t.dtype.is_bool or positive) and (padding := self._read_padding(t, axes)) is not None:
-            return padding
+        operation = t.op
+
+        if t.dtype.is_bool or positive:
+            padding = self._read_padding(t, axes)
+            if padding is not None:
+                return padding
+
         if operation.type in _BOTH:
-            one, other = (
-                self.read(each, names, positive) for each, names in _operands(operation, axes)
-            )
-            if one is None or other is None or (one.documents and other.documents):
+            left, right = _operands(operation, axes)
+            left_mask = self.read(left.tensor, left.axes, positive)
+            right_mask = self.read(right.tensor, right.axes, positive)
+            if left_mask is None or right_mask is None:
                 return None
-            return one.both(other)
-        if operation.type in _TRANSPARENT and (kept := _axes_of_input(operation, axes)) is not None:
-            # A cast to a boolean tells 0 from the others, and not what is positive.
-            to_bool = operation.type == "Cast" and t.dtype.is_bool and not self._zero_or_one
-            return self.read(operation.inputs[0], kept, positive and not to_bool)
+            if left_mask.documents and right_mask.documents:
+                return None
+            return left_mask.both(right_mask)
+
+        if operation.type in _TRANSPARENT:
+            input_axes = _axes_of_input(operation, axes)
+            if input_axes is not None:
+                # A cast to a boolean tells 0 from the others, and not what is positive.
+                to_bool = operation.type == "Cast" and t.dtype.is_bool and not self._zero_or_one
+                return self.read(operation.inputs[0], input_axes, positive and not to_bool)
+
         captured = {inner.name: outer for outer, inner in getattr(t.graph, "captures", ())}
         if t.name in captured:
             return self.read(captured[t.name], axes, positive)
-        if not t.dtype.is_bool or last != self._size:
+
+        if not t.dtype.is_bool or tuple(t.shape[-2:]) != self._size:
             return None
         if operation.type == "Equal" and operation.inputs[0].dtype.is_integer:
-            (query, key), (other_query, other_key) = (
-                self._along(*each) for each in _operands(operation, axes)
-            )
-            query, key = other_query if query is None else query, other_key if key is None else key
-            return _evaluate(t) if query is None or key is None else Mask(documents=(query, key))
-        return _compare(operation) if operation.type in _COMPARISONS else _evaluate(t)
+            return self._read_documents(operation, axes)
+        if operation.type in _COMPARISONS:
+            return _compare(operation)
+        return _evaluate(t)
 
     def _read_padding(self, t: tf.Tensor, axes: Axes) -> Mask | None:
         """Reads a mask of shape [B, 1, S] or [B, T, 1]."""
-        query, key = (
-            None if ids is None else ids if t.dtype.is_bool else ids > 0
-            for ids in self._along(t, axes)
-        )
-        return None if query is key is None else Mask(queries=query, keys=key)
+        queries, keys = self._along(t, axes)
+        if queries is None and keys is None:
+            return None
+        if not t.dtype.is_bool:
+            queries = None if queries is None else queries > 0
+            keys = None if keys is None else keys > 0
+        return Mask(queries=queries, keys=keys)
 
-    def _along(self, t: tf.Tensor, axes: Axes) -> tuple[tf.Tensor | None, tf.Tensor | None]:
-        """Returns a tensor of shape [B, T, 1] as [B, T], and none of keys; one of shape [B, 1, S]
-        as [B, S] of keys.
+    def _read_documents(self, operation: tf.Operation, axes: Axes) -> Mask | None:
+        """Reads integers [B, T, 1] that equal integers [B, 1, S]; evaluates other equalities."""
+        left, right = _operands(operation, axes)
+        left_ids = self._along(left.tensor, left.axes)
+        right_ids = self._along(right.tensor, right.axes)
+        query_ids = right_ids.queries if left_ids.queries is None else left_ids.queries
+        key_ids = right_ids.keys if left_ids.keys is None else left_ids.keys
+        if query_ids is None or key_ids is None:
+            return _evaluate(operation.outputs[0])
+        return Mask(documents=(query_ids, key_ids))
+
+    def _along(self, t: tf.Tensor, axes: Axes) -> _AlongTokens:
+        """Reshapes a tensor [B, T, 1] to [B, T] of queries, and one [B, 1, S] to [B, S] of keys.
+
+        Both fields are None for a tensor of another shape.
         """
-        if (t.shape.rank or 0) < 2 or any(
-            name == "head" and size != 1 for name, size in zip(axes, t.shape[:-2], strict=True)
-        ):
-            return None, None
-        if t.shape[-2] == 1 and t.shape[-1] == self._size[1]:
-            return None, tf.reshape(t, [-1, self._size[1]])
-        if t.shape[-1] == 1 and t.shape[-2] == self._size[0]:
-            return tf.reshape(t, [-1, self._size[0]]), None
-        return None, None
+        if (t.shape.rank or 0) < 2:
+            return _AlongTokens()
+        for name, size in zip(axes, t.shape[:-2], strict=True):
+            if name == "head" and size != 1:
+                return _AlongTokens()
+        queries, keys = self._size
+        if t.shape[-2] == 1 and t.shape[-1] == keys:
+            return _AlongTokens(keys=tf.reshape(t, [-1, keys]))
+        if t.shape[-1] == 1 and t.shape[-2] == queries:
+            return _AlongTokens(queries=tf.reshape(t, [-1, queries]))
+        return _AlongTokens()
 
 
-def _operands(operation: tf.Operation, axes: Axes) -> list[tuple[tf.Tensor, Axes]]:
+def _operands(operation: tf.Operation, axes: Axes) -> list[_Operand]:
     """Returns the operands of an operation that broadcasts, each with the names of its own axes."""
-    return [(each, axes[len(axes) + 2 - (each.shape.rank or 0) :]) for each in operation.inputs]
+    operands = []
+    for tensor in operation.inputs:
+        first = len(axes) + 2 - (tensor.shape.rank or 0)
+        operands.append(_Operand(tensor, axes[first:]))
+    return operands
 
 
 def _axes_of_input(operation: tf.Operation, axes: Axes) -> Axes | None:
-    """Names the axes of what an operation only casts, broadcasts or gives axes of size 1; None if
-    it does more.
+    """Names the axes of what an operation only casts, broadcasts or gives axes of size 1.
+
+    Returns None if the operation does more.
     """
-    before, after = operation.inputs[0].shape, operation.outputs[0].shape
+    before = operation.inputs[0].shape
+    after = operation.outputs[0].shape
     if before.rank is None or before.rank < 2 or None in before[-2:] or before[-2:] != after[-2:]:
         return None
     if operation.type in ("BroadcastTo", "Cast", "Identity"):
@@ -147,13 +201,23 @@ def _axes_of_input(operation: tf.Operation, axes: Axes) -> Axes | None:
         strides = tf.get_static_value(operation.inputs[3])
         if strides is None or (strides != 1).any():
             return None
+
     # With axes of size 1 left out, the input's are the result's.
-    named = [name for name, length in zip(axes, after[:-2], strict=True) if length != 1]
-    if None in after[:-2] or [n for n in before[:-2] if n != 1] != [
-        n for n in after[:-2] if n != 1
-    ]:
+    names = [name for name, size in zip(axes, after[:-2], strict=True) if size != 1]
+    if None in after[:-2]:
         return None
-    return tuple(named.pop(0) if length != 1 else "one" for length in before[:-2])
+    sizes_before = [size for size in before[:-2] if size != 1]
+    sizes_after = [size for size in after[:-2] if size != 1]
+    if sizes_before != sizes_after:
+        return None
+    remaining_names = iter(names)
+    input_axes = []
+    for size in before[:-2]:
+        if size == 1:
+            input_axes.append("one")
+        else:
+            input_axes.append(next(remaining_names))
+    return tuple(input_axes)
 
 
 def _compare(operation: tf.Operation) -> Mask | None:
@@ -163,60 +227,79 @@ def _compare(operation: tf.Operation) -> Mask | None:
     left, right = operation.inputs
     sign = _COMPARISONS[operation.type]
     if not _is_column(left, queries):
-        left, right, sign = right, left, _MIRRORED[sign]
+        left, right = right, left
+        sign = _MIRRORED[sign]
     if not _is_column(left, queries):  # a number beside distances
         return _evaluate(mask)
-    rows, columns = _constant(left), _constant(right)
-    if rows is None or columns is None or rows.size != queries or columns.size != keys:
+    of_queries = _constant(left)
+    of_keys = _constant(right)
+    if of_queries is None or of_keys is None:
         return _evaluate(mask)
-    rows, columns = rows.ravel(), columns.ravel()
-    if not (columns[1:] > columns[:-1]).all():
+    if of_queries.size != queries or of_keys.size != keys:
+        return _evaluate(mask)
+    of_queries = of_queries.ravel()
+    of_keys = of_keys.ravel()
+    if not (of_keys[1:] > of_keys[:-1]).all():
         return None
-    edge, places = (
-        np.searchsorted(columns, rows, "right" if sign in (">=", "<") else "left"),
-        np.arange(len(rows)),
-    )
-    if sign in ("<", "<="):  # the keys from the edge on
-        before, after = places[-1] - edge[-1], len(columns)
-        banded = np.array_equal(edge, np.maximum(places - before, 0))
+
+    # A query sees the keys before its edge, or those from the edge on.
+    side: Literal["left", "right"] = "right" if sign in (">=", "<") else "left"
+    edges = np.searchsorted(of_keys, of_queries, side)
+    places = np.arange(queries)
+    if sign in (">", ">="):
+        before = queries
+        after = edges[0] - 1
+        edges_of_band = np.minimum(places + after + 1, keys)
     else:
-        before, after = len(rows), edge[0] - 1
-        banded = np.array_equal(edge, np.minimum(places + after + 1, len(columns)))
-    return _band(before, after, len(rows), len(columns)) if banded else None
+        before = places[-1] - edges[-1]
+        after = keys
+        edges_of_band = np.maximum(places - before, 0)
+    if not np.array_equal(edges, edges_of_band):
+        return None
+    return _band(before, after, queries, keys)
 
 
 def _is_column(t: tf.Tensor, queries: int) -> bool:
     return bool(t.shape.rank) and tuple(t.shape[-2:]) == (queries, 1)
 
 
-def _band(before: int, after: int, rows: int, columns: int) -> Mask | None:
-    """Makes a mask of a band, without a bound that hides nothing; None where a query does not see
-    its own place.
+def _band(before: int, after: int, queries: int, keys: int) -> Mask | None:
+    """Makes a mask of a band, without a bound that hides nothing.
+
+    Returns None where a query does not see its own place.
     """
-    first, last = (
-        int(bound) if bound < size - 1 else None
-        for bound, size in ((before, rows), (after, columns))
-    )
-    return None if before < 0 or after < 0 else Mask(first, last)
+    if before < 0 or after < 0:
+        return None
+    mask = Mask()
+    if before < queries - 1:
+        mask = mask._replace(before=int(before))
+    if after < keys - 1:
+        mask = mask._replace(after=int(after))
+    return mask
 
 
 def _evaluate(t: tf.Tensor) -> Mask | None:
     """Evaluates a mask of constants; None if it depends on an input, or is no band."""
-    if (
-        set(t.shape[:-2]) - {1}
-        or t.shape.num_elements() > _LARGEST
-        or (found := _constant(t)) is None
-    ):
+    if any(size != 1 for size in t.shape[:-2]) or t.shape.num_elements() > _LARGEST:
         return None
-    matrix = found.reshape(t.shape[-2:])
-    (rows, columns), before, after = matrix.shape, matrix[:, 0].sum() - 1, matrix[0].sum() - 1
-    band = np.tri(rows, columns, after, dtype=bool) ^ np.tri(rows, columns, -before - 1, dtype=bool)
-    return _band(before, after, rows, columns) if np.array_equal(matrix, band) else None
+    value = _constant(t)
+    if value is None:
+        return None
+    matrix = value.reshape(t.shape[-2:])
+    queries, keys = matrix.shape
+    before = matrix[:, 0].sum() - 1
+    after = matrix[0].sum() - 1
+    is_early_enough = np.tri(queries, keys, after, dtype=bool)
+    is_too_early = np.tri(queries, keys, -before - 1, dtype=bool)
+    if not np.array_equal(matrix, is_early_enough ^ is_too_early):
+        return None
+    return _band(before, after, queries, keys)
 
 
 def _constant(t: tf.Tensor) -> np.ndarray | None:
-    """Evaluates a tensor; None if it depends on an input of the graph, is drawn, or cannot be
-    evaluated.
+    """Evaluates a tensor; None if it depends on an input of the graph, or is drawn.
+
+    It is None too if the tensor cannot be evaluated.
     """
     if not private.has("lift_to_graph"):
         return None
