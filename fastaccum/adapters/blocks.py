@@ -1,6 +1,4 @@
-"""Parts of a model to be computed again in the backward pass: layers that repeat, and segments of
-flat graphs.
-"""
+"""Parts of a model to be computed again: layers that repeat, and segments of flat graphs."""
 
 from __future__ import annotations
 
@@ -18,14 +16,19 @@ from fastaccum.kernels import private
 from fastaccum.kernels.layer_stack import LayerStack
 
 _INPUTS = {"keras.InputLayer", "tf_keras.InputLayer"}
+_MODELS = {"keras.Model", "tf_keras.Model"}
 _SPECTRAL = {"keras.SpectralNormalization", "tf_keras.SpectralNormalization"}
 # Recompute the blocks inside a layer, not the layer, if they hold at least this share of its
 # weights.
 _MIN_SHARE_IN_BLOCKS = 0.75
-# What stands for a length that is not known, of an axis other than the rows'.
+# The length that stands for one that is not known, of an axis other than the rows'.
 _LENGTH = 128
-# What cutting a graph is to leave of its memory at most, for it to be worth the arithmetic.
+# A graph is cut if that leaves less than this share of its memory; else a cut is not worth the
+# arithmetic.
 _WORTH = 0.8
+# The factor from one bound on the insides of segments to the next that is tried: small enough to
+# come near the least memory, and large enough for few tries.
+_BOUND_GROWTH = 1.3
 
 
 class Segment(NamedTuple):
@@ -39,16 +42,15 @@ class Segment(NamedTuple):
     @property
     def layers(self) -> list[keras.layers.Layer]:
         """The layers among the operations, with the layers inside them."""
-        layers = [
-            node.operation for node in self.nodes if isinstance(node.operation, keras.layers.Layer)
-        ]
-        return [part for layer in layers for part in private.flatten_layers(layer)]
+        layers = []
+        for node in self.nodes:
+            if isinstance(node.operation, keras.layers.Layer):
+                layers.extend(private.flatten_layers(node.operation))
+        return layers
 
 
 class Block(NamedTuple):
-    """Layer whose whole `call` is recomputed; or, with `segments`, a functional model that is
-    cut.
-    """
+    """Layer whose `call` is recomputed; or, with `segments`, a functional model that is cut."""
 
     layer: keras.layers.Layer | keras.Function
     segments: list[Segment] | None = None
@@ -58,22 +60,28 @@ class Block(NamedTuple):
         """The layers that are recomputed."""
         if self.segments is None:
             return [self.layer]
-        return [
-            layer for segment in self.segments if segment.recomputed for layer in segment.layers
-        ]
+        layers = []
+        for segment in self.segments:
+            if segment.recomputed:
+                layers.extend(segment.layers)
+        return layers
 
 
 def find(model: keras.Model) -> list[Block]:
-    """Finds the blocks of a model: layers of one class side by side, unless most of each is in
-    blocks of its own.
+    """Finds the blocks of a model: layers of one class side by side.
 
-    A functional or Sequential model whose blocks hold less than that is cut into segments itself,
-    if that is worth it.
+    Blocks inside such a layer are taken instead of it if they hold most of its weights. A
+    functional or Sequential model whose blocks hold less than that is cut into segments itself, if
+    that is worth it.
     """
-    found = _search(model, {}, root=model)
+    blocks = _search(model, {}, root=model)
     graph = graph_of(model)
-    segments = None if found or graph is None else _cut(graph, is_last=True, worth=1.0)
-    return found if segments is None else [Block(graph, segments)]
+    if blocks or graph is None:
+        return blocks
+    segments = _cut(graph, is_last=True, worth=1.0)
+    if segments is None:
+        return []
+    return [Block(graph, segments)]
 
 
 def refusal(layer: keras.layers.Layer) -> str | None:
@@ -81,132 +89,148 @@ def refusal(layer: keras.layers.Layer) -> str | None:
     parts = list(private.flatten_layers(layer))
     if hasattr(layer, "update_state"):
         return "is a metric"
-    if found := find_lookups(parts):
+    lookups = find_lookups(parts)
+    if lookups:
+        embedding, _ = lookups[0]
         return (
-            f"holds the embedding {found[0][0].name!r}, whose ids are checked as they are looked up"
+            f"holds the embedding {embedding.name!r}, whose ids are checked as they are looked up"
         )
     if any(isinstance(part, LayerStack) for part in parts):
         return "holds a LayerStack, which recomputes by a policy of its own"
     if any(kinds(part).keys() & _SPECTRAL for part in parts):
         return "holds a SpectralNormalization, which reads in a branch the kernel that it assigns"
-    return "is an input" if kinds(layer).keys() & _INPUTS else None
+    if kinds(layer).keys() & _INPUTS:
+        return "is an input"
+    return None
 
 
 def _search(
     layer: keras.layers.Layer, known: dict[int, list[Block]], root: keras.layers.Layer
 ) -> list[Block]:
+    """Finds the blocks in a layer; `known` has those of the layers that were searched before."""
     if id(layer) in known:
         return known[id(layer)]
     known[id(layer)] = []  # for a layer that holds itself
-    children = list(
-        {
-            id(c): c for c in private.flatten_layers(layer, include_self=False, recursive=False)
-        }.values()
-    )
-    children = [child for child in children if _is_composite(child)]
-    number = collections.Counter(map(type, children))
-    found: list[Block] = []
+
+    distinct = {}
+    for child in private.flatten_layers(layer, include_self=False, recursive=False):
+        distinct[id(child)] = child
+    children = [child for child in distinct.values() if _is_composite(child)]
+    count_by_class = collections.Counter(type(child) for child in children)
+
+    blocks: list[Block] = []
     for child in children:
-        within = _search(child, known, root)
-        repeats = number[type(child)] > 1 and refusal(child) is None
+        blocks_within = _search(child, known, root)
+        count = count_by_class[type(child)]
+        can_be_block = count > 1 and refusal(child) is None
         # Models of a few layers each that repeat are blocks; a few models of many layers are cut.
-        small = number[type(child)] > 2 and all(block.segments is not None for block in within)
-        found += [Block(child)] if repeats and (small or not _holds_most(within, child)) else within
+        is_small_model = count > 2 and all(block.segments is not None for block in blocks_within)
+        if can_be_block and (is_small_model or not _hold_most(blocks_within, child)):
+            blocks.append(Block(child))
+        else:
+            blocks.extend(blocks_within)
+
     graph = graph_of(layer)
-    if graph is not None and not _holds_most(found, layer):
+    if graph is not None and not _hold_most(blocks, layer):
         segments = _cut(graph, is_last=layer is root)
-        found = found if segments is None else [Block(graph, segments)]
-    known[id(layer)] = found
-    return found
+        if segments is not None:
+            blocks = [Block(graph, segments)]
+    known[id(layer)] = blocks
+    return blocks
 
 
 def _is_composite(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer is made of layers, and not one of Keras's own layers that happens to
-    be.
-    """
-    if of_keras(type(layer)) and not {"keras.Model", "tf_keras.Model"} & kinds(layer).keys():
+    """Returns whether a layer is made of layers; of Keras's own, only models count as such."""
+    if of_keras(type(layer)) and not _MODELS & kinds(layer).keys():
         return False
-    return bool(layer.weights) and any(
-        part.weights for part in private.flatten_layers(layer, include_self=False)
-    )
+    if not layer.weights:
+        return False
+    return any(part.weights for part in private.flatten_layers(layer, include_self=False))
 
 
-def _holds_most(blocks: list[Block], layer: keras.layers.Layer) -> bool:
-    within = {id(w) for block in blocks for part in block.layers for w in part.weights}
-    others = {
-        id(w)
-        for embedding, _ in find_lookups(private.flatten_layers(layer))
-        for w in embedding.weights
-    }
-    own = {id(w) for w in layer.weights} - others
-    return bool(within) and len(within & own) >= _MIN_SHARE_IN_BLOCKS * len(own)
+def _hold_most(blocks: list[Block], layer: keras.layers.Layer) -> bool:
+    """Returns whether blocks hold most of a layer's weights, those of embeddings left out."""
+    in_blocks: set[int] = set()
+    for block in blocks:
+        for part in block.layers:
+            in_blocks.update(id(weight) for weight in part.weights)
+    if not in_blocks:
+        return False
+    of_layer = {id(weight) for weight in layer.weights}
+    for embedding, _ in find_lookups(private.flatten_layers(layer)):
+        of_layer.difference_update(id(weight) for weight in embedding.weights)
+    return len(in_blocks & of_layer) >= _MIN_SHARE_IN_BLOCKS * len(of_layer)
 
 
 def graph_of(layer: keras.layers.Layer) -> keras.Function | None:
-    """Returns the node graph of a functional or Sequential model; None for a model with a `call` of
-    its own.
+    """Returns the node graph of a functional or Sequential model.
+
+    Returns None for a model with a `call` of its own.
     """
     if isinstance(layer, keras.Sequential):
         layer = private.functional(layer)
-    return (
-        layer
-        if isinstance(layer, keras.Function) and package(type(layer).call) == "keras"
-        else None
-    )
+    if isinstance(layer, keras.Function) and package(type(layer).call) == "keras":
+        return layer
+    return None
 
 
 def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Segment] | None:
-    """Cuts a graph where kept boundaries and the largest inside of a segment take the least memory,
-    if `worth` of it.
+    """Cuts a graph where that takes the least memory; None if that is not under `worth` of it.
 
-    The last segment of a graph that `is_last` before the loss is kept, as the way back begins
-    there.
+    The memory is what is kept at the boundaries, and the largest inside of a segment. The last
+    segment of a graph that `is_last` before the loss is kept, as the way back begins there.
     """
     nodes, apart = _ordered(graph)
     last_use = {id(t): len(nodes) for t in graph.outputs}
-    for k, node in reversed(list(enumerate(nodes))):
-        for t in node.input_tensors:
-            last_use.setdefault(id(t), k)
-    uses = [
-        [(last_use.get(id(t), k), _size(t)) for t in node.outputs] for k, node in enumerate(nodes)
-    ]
-    costs = [_Cost(_inside(node), outputs) for node, outputs in zip(nodes, uses, strict=True)]
-    ends, least = _least(costs, apart)
-    if least >= worth * sum(cost.inside for k, cost in enumerate(costs) if k not in apart):
+    for place in reversed(range(len(nodes))):
+        for t in nodes[place].input_tensors:
+            last_use.setdefault(id(t), place)
+
+    costs = []
+    for place, node in enumerate(nodes):
+        outputs = [(last_use.get(id(t), place), _size(t)) for t in node.outputs]
+        costs.append(_Cost(_inside(node), outputs))
+    cut = _least(costs, apart)
+    uncut_memory = sum(cost.inside for place, cost in enumerate(costs) if place not in apart)
+    if cut.memory >= worth * uncut_memory:
         return None
-    parts = [nodes[i:j] for i, j in itertools.pairwise([0, *ends])]
-    segments = [
-        _segment(part, graph.outputs, nodes, nodes.index(part[0]) not in apart) for part in parts
-    ]
+
+    segments = []
+    for start, end in itertools.pairwise([0, *cut.ends]):
+        recomputed = start not in apart
+        segments.append(_segment(nodes[start:end], graph.outputs, nodes, recomputed))
     if is_last:
-        last = max(k for k, segment in enumerate(segments) if segment.recomputed)
+        last = max(place for place, segment in enumerate(segments) if segment.recomputed)
         segments[last] = segments[last]._replace(recomputed=False)
     return segments
 
 
 def _ordered(graph: keras.Function) -> tuple[list[Any], set[int]]:
-    """Returns the nodes that a call runs, in Keras's order, and the places of those apart, which no
-    block may hold.
+    """Returns the nodes that a call runs, and the places of those apart, which no block may hold.
+
+    The nodes are in Keras's order, but those apart come first if they need none of the others.
     """
-    by_depth = private.nodes_by_depth(graph)
-    nodes = [
-        node
-        for depth in sorted(by_depth, reverse=True)
-        for node in by_depth[depth]
-        if node.operation
-    ]
-    nodes = [*_callable([node for node in nodes if not node.is_input], graph)]
+    nodes_by_depth = private.nodes_by_depth(graph)
+    nodes = []
+    for depth in sorted(nodes_by_depth, reverse=True):
+        for node in nodes_by_depth[depth]:
+            if node.operation and not node.is_input:
+                nodes.append(node)
+    nodes = list(_callable(nodes, graph))
+
     outputs = {id(t) for t in graph.outputs}
     apart = [node for node in nodes if _is_apart(node, outputs)]
     # what these do to ids and masks would part what others compute
-    first = [*_callable(apart, graph)]
-    nodes = [*first, *(node for node in nodes if node not in first)]
-    return nodes, {k for k, node in enumerate(nodes) if node in apart}
+    first = list(_callable(apart, graph))
+    later = [node for node in nodes if node not in first]
+    nodes = [*first, *later]
+    return nodes, {place for place, node in enumerate(nodes) if node in apart}
 
 
 def _callable(nodes: list[Any], graph: keras.Function) -> Iterator[Any]:
-    """Yields the nodes whose inputs are there: as in Keras, what hangs on inputs of other graphs is
-    not called.
+    """Yields the nodes whose inputs are there.
+
+    As in Keras, what hangs on inputs of other graphs is not called.
     """
     ready = {id(t) for t in graph.inputs}
     for node in nodes:
@@ -232,76 +256,114 @@ class _Cost(NamedTuple):
     outputs: list[tuple[int, float]]
 
 
-def _least(costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
-    """Returns where segments end and their bytes, boundaries and largest inside; a node apart is a
-    segment.
-    """
+class _Cut(NamedTuple):
+    ends: list[int]  # of the segments: the place after the last node of each
+    memory: float  # bytes of the boundaries and of the largest inside
+
+
+class _Prefix(NamedTuple):
+    """Best way to cut the first nodes; of two ways, the lesser tuple is the better one."""
+
+    kept: float  # bytes of the boundaries
+    start: int  # of the last segment
+    largest: float  # bytes of the largest inside
+
+
+def _least(costs: list[_Cost], apart: set[int]) -> _Cut:
+    """Returns the cut that takes the least memory; a node apart is a segment of its own."""
     total = sum(cost.inside for cost in costs)
-    bound = max((cost.inside for k, cost in enumerate(costs) if k not in apart), default=0.0)
-    best: tuple[list[int], float] = [len(costs)], math.inf
-    while bound and bound < 2 * total:
-        best = min(best, _within(bound, costs, apart), key=lambda found: found[1])
-        bound *= 1.3
+    insides = [cost.inside for place, cost in enumerate(costs) if place not in apart]
+    bound = max(insides, default=0.0)
+    best = _Cut([len(costs)], math.inf)
+    while 0.0 < bound < 2 * total:
+        cut = _within(bound, costs, apart)
+        if cut.memory < best.memory:
+            best = cut
+        bound *= _BOUND_GROWTH
     return best
 
 
-def _within(bound: float, costs: list[_Cost], apart: set[int]) -> tuple[list[int], float]:
-    """Returns what `_least` does, with the least boundaries where no inside is larger than
-    `bound`.
-    """
-    # Of the first j nodes: what is kept at least, where the last segment of them begins, and the
-    # largest inside.
-    best: list[tuple[float, int, float]] = [(0.0, 0, 0.0)]
-    for j in range(1, len(costs) + 1):
-        found = (math.inf, 0, 0.0)
-        inside = out = 0.0
-        for i in range(j - 1, -1, -1):
-            inside += costs[i].inside
-            if i < j - 1 and (inside > bound or i in apart or j - 1 in apart):
+def _within(bound: float, costs: list[_Cost], apart: set[int]) -> _Cut:
+    """Returns the cut with the least boundaries where no inside is larger than `bound`."""
+    # For each number of first nodes, from 0 on, the best way to cut them.
+    prefixes = [_Prefix(0.0, 0, 0.0)]
+    for end in range(1, len(costs) + 1):
+        best = _Prefix(math.inf, 0, 0.0)
+        inside = 0.0
+        crossing = 0.0
+        # The last segment grows to the front, from a single node, which may be over the bound.
+        for start in range(end - 1, -1, -1):
+            inside += costs[start].inside
+            has_several_nodes = start < end - 1
+            if has_several_nodes and (inside > bound or start in apart or end - 1 in apart):
                 break
-            out += sum(size for use, size in costs[i].outputs if use >= j)
-            kept, _, largest = best[i]
-            found = min(found, (kept + out, i, largest if i in apart else max(largest, inside)))
-        best.append(found)
+            crossing += sum(size for last_use, size in costs[start].outputs if last_use >= end)
+            before = prefixes[start]
+            largest = before.largest
+            if start not in apart:
+                largest = max(largest, inside)
+            best = min(best, _Prefix(before.kept + crossing, start, largest))
+        prefixes.append(best)
+
     ends = [len(costs)]
-    while begins := best[ends[0]][1]:
-        ends.insert(0, begins)
-    kept, _, largest = best[-1]
-    return ends, kept + largest
+    start = prefixes[-1].start
+    while start > 0:
+        ends.insert(0, start)
+        start = prefixes[start].start
+    return _Cut(ends, prefixes[-1].kept + prefixes[-1].largest)
 
 
 def _segment(
     part: list[Any], outputs: list[keras.KerasTensor], nodes: list[Any], recomputed: bool
 ) -> Segment:
-    made = {id(t): t for node in part for t in node.outputs}
-    taken = {id(t): t for node in part for t in node.input_tensors if id(t) not in made}
-    inside = {id(node) for node in part}
-    elsewhere = {id(t) for node in nodes if id(node) not in inside for t in node.input_tensors}
-    given = [
-        t for key, t in made.items() if key in elsewhere or any(t is output for output in outputs)
-    ]
-    return Segment(part, list(taken.values()), given, recomputed)
+    """Makes a segment of a part of a graph's nodes; `outputs` are the graph's."""
+    made = {}
+    for node in part:
+        for t in node.outputs:
+            made[id(t)] = t
+    taken = {}
+    for node in part:
+        for t in node.input_tensors:
+            if id(t) not in made:
+                taken[id(t)] = t
+
+    in_part = {id(node) for node in part}
+    needed = {id(t) for t in outputs}
+    for node in nodes:
+        if id(node) not in in_part:
+            needed.update(id(t) for t in node.input_tensors)
+    handed_on = [t for key, t in made.items() if key in needed]
+    return Segment(part, list(taken.values()), handed_on, recomputed)
 
 
 def _size(t: keras.KerasTensor) -> float:
     """Returns the bytes of a KerasTensor for one row."""
-    rows, *sizes = t.shape or (1,)
-    width = 2 if "16" in str(t.dtype) else 4
-    return float(width * (rows or 1) * math.prod(size or _LENGTH for size in sizes))
+    bytes_per_value = 2 if "16" in str(t.dtype) else 4
+    shape = t.shape or (1,)
+    rows = shape[0] or 1
+    values_per_row = math.prod(size or _LENGTH for size in shape[1:])
+    return float(bytes_per_value * rows * values_per_row)
 
 
 def _inside(node: Any) -> float:
-    """Estimates the bytes that a node's gradient reads: an output for each layer within, and
-    attention's scores.
+    """Estimates the bytes that a node's gradient reads.
+
+    They are an output for each layer within, and attention's scores.
     """
-    layer, out = node.operation, sum(map(_size, node.outputs))
+    layer = node.operation
+    output_size = sum(_size(t) for t in node.outputs)
     if not isinstance(layer, keras.layers.Layer):
-        return out
-    if (graph := graph_of(layer)) is not None:
-        return sum(map(_inside, _ordered(graph)[0]))
-    shape, heads = (
-        node.outputs[0].shape,
-        getattr(layer, "num_heads", getattr(layer, "num_query_heads", None)),
-    )
-    scores = 3.0 * heads * (shape[1] or _LENGTH) ** 2 * 4 if heads and len(shape) == 3 else 0.0
-    return out * len(list(private.flatten_layers(layer))) + scores
+        return output_size
+    graph = graph_of(layer)
+    if graph is not None:
+        nodes, _ = _ordered(graph)
+        return sum(_inside(inner) for inner in nodes)
+
+    shape = node.outputs[0].shape
+    heads = getattr(layer, "num_heads", getattr(layer, "num_query_heads", None))
+    scores = 0.0
+    if heads and len(shape) == 3:
+        tokens = shape[1] or _LENGTH
+        scores = 3.0 * heads * tokens**2 * 4  # three matrices of scores in float32
+    layers = list(private.flatten_layers(layer))
+    return output_size * len(layers) + scores
