@@ -1,6 +1,4 @@
-"""`remat`: a model whose blocks are computed again in the backward pass, instead of being kept for
-it.
-"""
+"""`remat`: a model whose blocks are computed again in the backward pass, instead of being kept."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ def remat(
     policy: str | Sequence[str] | None = "nothing_saveable",
     layer_names: Sequence[str] | None = None,
 ) -> AnyModel:
-    """Saves memory on a GPU: recomputes a model's blocks in the backward pass, instead of keeping
-    their values for it.
+    """Recomputes a model's blocks in the backward pass instead of keeping them: saves GPU memory.
 
     Of each block only the inputs are kept (Chen et al., 2016, arXiv:1604.06174). The gradients are
     the same, to rounding, for about a third more arithmetic. Dropout drops the same elements, and
@@ -41,20 +38,22 @@ def remat(
     `layers`, configuration and saved form of the model do not change, so a loaded or cloned model
     has to be passed here again.
 
-    Args: model: a Keras 3 or tf_keras model that has its weights. policy: what is kept of a block
-        besides its inputs, as in `fastaccum.kernels.LayerStack`: "nothing_saveable";
-            ["attention"] for fused attention's output and log-sum-exp, or other names; or "auto"
-            for every value that has a name, products with weights among them. None or
-            "everything_saveable" undoes `remat`.
+    Args:
+        model: a Keras 3 or tf_keras model that has its weights.
+        policy: what is kept of a block besides its inputs, as in `fastaccum.kernels.LayerStack`:
+            "nothing_saveable"; ["attention"] for fused attention's output and log-sum-exp, or other
+            names; or "auto" for every value that has a name, products with weights among them. None
+            or "everything_saveable" undoes `remat`.
         layer_names: the names of the layers to use as blocks, instead of those that are found.
 
     Returns:
         The model itself.
 
-    Raises: TypeError: raised if it is no model, or names are no strings. ValueError: raised if a
-        policy is unknown, if a named layer cannot be computed again, if the model has no
-            weights yet, or if there is no block in it; when the step is traced, if no value of a
-            block has a name.
+    Raises:
+        TypeError: raised if it is no model, or names are no strings.
+        ValueError: raised if a policy is unknown, if a named layer cannot be computed again, if the
+            model has no weights yet, or if there is no block in it; when the step is traced, if no
+            value of a block has a name.
 
     >>> layers = [keras.layers.Dense(64, "tanh") for _ in range(8)]
     >>> model = remat(keras.Sequential([keras.Input((64,)), *layers, keras.layers.Dense(1)]))
@@ -74,8 +73,9 @@ def remat(
 
 @contextlib.contextmanager
 def recomputing(model: keras.Model, policy: Policy | None) -> Iterator[None]:
-    """Applies `remat(model, policy)` inside the block and restores the model on exit; None changes
-    nothing.
+    """Applies `remat(model, policy)` inside the `with` block, and restores the model on exit.
+
+    The policy None changes nothing.
     """
     if policy is None:
         yield
@@ -94,25 +94,28 @@ def changes() -> int:
 
 
 def installed(model: keras.Model) -> list[interceptors.Interceptor]:
-    """Returns what `remat` has put into a model: the same objects until `remat` changes the model
-    again.
+    """Returns what `remat` has put into a model.
+
+    They are the same objects until `remat` changes the model again.
     """
     layers = list(private.flatten_layers(model))
-    # also in Sequential models
-    graphs = [graph for layer in layers if (graph := blocks.graph_of(layer)) is not None]
-    distinct = {id(layer): layer for layer in [*layers, *graphs]}.values()
-    return [
-        each
-        for layer in distinct
-        for each in interceptors.installed(layer, interceptors.Role.RECOMPUTE)
-    ]
+    distinct = {id(layer): layer for layer in layers}
+    for layer in layers:
+        graph = blocks.graph_of(layer)
+        if graph is not None:  # also in Sequential models
+            distinct[id(graph)] = graph
+
+    of_remat = []
+    for layer in distinct.values():
+        of_remat.extend(interceptors.installed(layer, interceptors.Role.RECOMPUTE))
+    return of_remat
 
 
 def _replace(model: keras.Model, replacing: list[interceptors.Interceptor]) -> None:
-    for each in installed(model):
-        interceptors.remove(each)
-    for each in replacing:
-        interceptors.install(each)
+    for interceptor in installed(model):
+        interceptors.remove(interceptor)
+    for interceptor in replacing:
+        interceptors.install(interceptor)
 
 
 def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[blocks.Block]:
@@ -123,16 +126,22 @@ def _blocks(model: keras.Model, layer_names: Sequence[str] | None) -> list[block
             f"Model {model.name!r} has no weights yet: call it on a batch, or build it, before "
             "fa.remat."
         )
-    if not (found := blocks.find(model)):
-        parts = [part for part in private.flatten_layers(model) if part.weights]
-        why = [f"{part.name!r} {reason}" for part in parts if (reason := blocks.refusal(part))]
+    blocks_of_model = blocks.find(model)
+    if not blocks_of_model:
+        reasons = []
+        for part in private.flatten_layers(model):
+            if not part.weights:
+                continue
+            reason = blocks.refusal(part)
+            if reason is not None:
+                reasons.append(f"{part.name!r} {reason}")
+        why = "; ".join(reasons[:3]) or "it is too small"
         raise ValueError(
             f"Model {model.name!r} has no blocks: no layers of one class side by side whose call "
             "could be computed again, and no functional graph worth a cut "
-            f"({'; '.join(why[:3]) or 'it is too small'}). Name layers: fa.remat(model, "
-            "layer_names=[...])."
+            f"({why}). Name layers: fa.remat(model, layer_names=[...])."
         )
-    return found
+    return blocks_of_model
 
 
 def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.Layer]:
@@ -144,13 +153,15 @@ def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.
         raise TypeError(
             f"layer_names={layer_names!r} must be a list of names of layers, or left out."
         )
-    by_name = {layer.name: layer for layer in reversed(list(private.flatten_layers(model)))}
+    layers = list(private.flatten_layers(model))
+    by_name = {layer.name: layer for layer in reversed(layers)}  # of several, the first
     for name in layer_names:
         if name not in by_name:
             raise ValueError(
                 f"layer_names: the model has no layer {name!r}. It has {list(by_name)[::-1]}."
             )
-        if reason := blocks.refusal(by_name[name]):
+        reason = blocks.refusal(by_name[name])
+        if reason is not None:
             raise ValueError(
                 f"layer_names: {name!r} ({type(by_name[name]).__name__}) cannot be computed "
                 f"again: it {reason}. Leave it out, or name the layers within it."
@@ -159,48 +170,72 @@ def _named(model: keras.Model, layer_names: Sequence[str]) -> list[keras.layers.
 
 
 def _interceptor(block: blocks.Block, policy: Policy) -> interceptors.Interceptor:
-    layer, segments = block
+    if block.segments is None:
+        method = "call"
+        replacement = _recompute_layer(block.layer, policy)
+    else:
+        method = private.run_through_graph.name
+        replacement = _recompute_segments(block.layer, block.segments, policy)
+    return interceptors.Interceptor(block.layer, method, replacement, interceptors.Role.RECOMPUTE)
+
+
+def _recompute_layer(layer: keras.layers.Layer, policy: Policy) -> Callable[..., Nest]:
+    """Makes the replacement of a layer's `call`."""
 
     def recompute(call: Callable, *args: object, **kwargs: object) -> Nest:
         return recomputed(
-            lambda a, k: call(*a, **k),
+            lambda args, kwargs: call(*args, **kwargs),
             args,
             kwargs,
             policy=policy,
             layers=private.flatten_layers(layer),
         )
 
-    def walk(
-        call: Callable, inputs: Nest, operation_fn: Callable = lambda each: each, **others: object
-    ) -> Nest:
-        """Runs a functional model's graph, segment by segment."""
-        flat = keras.tree.flatten(inputs)
-        if tf.executing_eagerly() or others or any(isinstance(t, keras.KerasTensor) for t in flat):
-            return call(inputs, operation_fn, **others)
-        values = dict(zip(map(id, layer.inputs), flat, strict=True))
-        for segment in segments or ():
-            run = functools.partial(_run, segment, operation_fn)
-            given = [values[id(t)] for t in segment.inputs]
-            results = (
-                recomputed(run, given, policy=policy, layers=segment.layers)
-                if segment.recomputed
-                else run(given)
-            )
-            values |= zip(map(id, segment.outputs), results, strict=True)
-        return keras.tree.pack_sequence_as(layer.output, [values[id(t)] for t in layer.outputs])
+    return recompute
 
-    method, replacement = (
-        ("call", recompute) if segments is None else (private.run_through_graph.name, walk)
-    )
-    return interceptors.Interceptor(layer, method, replacement, interceptors.Role.RECOMPUTE)
+
+def _recompute_segments(
+    graph: keras.Function, segments: list[blocks.Segment], policy: Policy
+) -> Callable[..., Nest]:
+    """Makes the replacement of the method by which Keras runs a functional model's graph."""
+
+    def walk(
+        call: Callable,
+        inputs: Nest,
+        operation_fn: Callable = lambda operation: operation,
+        **options: object,
+    ) -> Nest:
+        """Runs the graph, segment by segment."""
+        flat = keras.tree.flatten(inputs)
+        is_symbolic = any(isinstance(t, keras.KerasTensor) for t in flat)
+        if tf.executing_eagerly() or options or is_symbolic:
+            return call(inputs, operation_fn, **options)
+
+        # The tensors that stand for a graph's KerasTensors, by the ids of these.
+        values = {id(t): value for t, value in zip(graph.inputs, flat, strict=True)}
+        for segment in segments:
+            run = functools.partial(_run, segment, operation_fn)
+            segment_inputs = [values[id(t)] for t in segment.inputs]
+            if segment.recomputed:
+                results = recomputed(run, segment_inputs, policy=policy, layers=segment.layers)
+            else:
+                results = run(segment_inputs)
+            for t, result in zip(segment.outputs, results, strict=True):
+                values[id(t)] = result
+        outputs = [values[id(t)] for t in graph.outputs]
+        return keras.tree.pack_sequence_as(graph.output, outputs)
+
+    return walk
 
 
 def _run(
-    segment: blocks.Segment, operation_fn: Callable, given: list[tf.Tensor]
+    segment: blocks.Segment, operation_fn: Callable, inputs: list[tf.Tensor]
 ) -> list[tf.Tensor]:
-    values = dict(zip(map(id, segment.inputs), given, strict=True))
+    """Runs the nodes of a segment."""
+    values = {id(t): value for t, value in zip(segment.inputs, inputs, strict=True)}
     for node in segment.nodes:
         args, kwargs = node.arguments.fill_in(values)
         outputs = operation_fn(node.operation)(*args, **kwargs)
-        values |= zip(map(id, node.outputs), keras.tree.flatten(outputs), strict=False)
+        for t, output in zip(node.outputs, keras.tree.flatten(outputs), strict=False):
+            values[id(t)] = output
     return [values[id(t)] for t in segment.outputs]
