@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters import added_losses, jit_choice, layers, row_counts, row_mixing, traces
 from fastaccum.adapters.attributes import Nest, Variable, kinds, of_keras, package, raw, replaced
@@ -22,17 +23,17 @@ from fastaccum.kernels import fp32_layers, private
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.lines import without_arguments
 
+# Keras's layers that mix rows. Not every version of Keras 3 has them all.
+_MIXING_NAMES = ("MixUp", "CutMix", "Equalization", "AugMix", "RandAugment")
+_MIXING = [getattr(keras.layers, name) for name in _MIXING_NAMES if hasattr(keras.layers, name)]
+
 # Of Keras's own layers and ours: those whose call may add losses, assign other layers' variables or
 # mix rows.
-_NAMES = "MixUp", "CutMix", "Equalization", "AugMix", "RandAugment"  # not in every Keras 3
-_MIXING = [getattr(keras.layers, name) for name in _NAMES if hasattr(keras.layers, name)]
 _TRACED = (keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack, *_MIXING)
 
 
 class WithinFit:
-    """A method of a model while a fit trains it: each call runs inside the block that `enter`
-    makes.
-    """
+    """A model's method while a fit trains it: each call runs inside a block that `enter` makes."""
 
     def __init__(
         self, method: Callable, enter: Callable[[], contextlib.AbstractContextManager[None]]
@@ -48,26 +49,31 @@ class WithinFit:
 class Model:
     """A Keras 3 model."""
 
-    # of the callbacks that its own loop takes, where it takes no other
+    # The kind of callbacks that the model's own loop takes, if it takes no other.
     callback_kind: str | None = None
     trains_on_replicas = True
-    _PACKAGE, KIND, _FOREIGN_METRIC = "keras", "keras.Model", "tf_keras.Metric"
+    _PACKAGE = "keras"
+    KIND = "keras.Model"
+    _FOREIGN_METRIC = "tf_keras.Metric"
     OUTPUTS = Outputs
     # Where a compiled model keeps its losses, what the user passed for them there, and its metrics.
     _COMPILED = private.compile_loss.name, private.user_loss.name, private.compile_metrics.name
 
     def __init__(self, model: keras.Model):
         self.model = model
-        # Known once the model has been called: how the losses that a forward pass adds count, the
-        # variables that it assigns, and whether its result for a row depends on others.
+        # What follows is known once the model has been called.
+        # The reductions by which the losses that a forward pass adds count:
         self.added_reductions: list[str] = []
+        # The variables that a forward pass assigns, besides those that layers hold for it:
         self._assigned: list[Variable] = []
+        # Whether the model's result for a row depends on other rows:
         self.mixes_rows = False
-        # an operation by which the number of rows reaches what it returns
+        # An operation by which the number of rows reaches what the model returns:
         self.row_counter: str | None = None
         self._work: jit_choice.Work | None = None
-        self.python_calls: list[str] = []  # operations that call Python, as by tf.py_function
-        # operations in training that draw what no seed of the model's says
+        # Operations that call Python, as by tf.py_function:
+        self.python_calls: list[str] = []
+        # Operations in training that draw what no seed of the model's says:
         self.unsaved_draws: list[str] = []
 
     @property
@@ -78,12 +84,11 @@ class Model:
     @property
     def called_layers(self) -> list[keras.layers.Layer]:
         """Every layer whose `call` runs, also those that a LayerStack calls."""
-        return list({id(layer): layer for layer in fp32_layers.all_layers(self.model)}.values())
+        by_identity = {id(layer): layer for layer in fp32_layers.all_layers(self.model)}
+        return list(by_identity.values())
 
     def symbolic_call(self, x: Nest, training: bool) -> Nest:
-        """Returns output specs for input specs `x` (a nest of tf.TensorSpec), and builds the
-        model.
-        """
+        """Builds the model, and returns output specs for input specs `x`, a nest of TensorSpecs."""
         with _naming(x):
             try:
                 outputs = self.model(_as_keras_tensors(x), training=training)
@@ -101,17 +106,17 @@ class Model:
         return outputs
 
     def require_inputs(self, x: Nest) -> None:
-        """Raises ValueError for a list of more or fewer inputs than the model has; Keras drops what
-        is too many.
+        """Raises ValueError for a list of more or fewer inputs than the model has.
+
+        Keras drops what is too many.
         """
         expected = len(tf.nest.flatten(getattr(self.model, "inputs", None) or []))
-        if (
-            expected
-            and isinstance(x, (list, tuple))
-            and (given := len(tf.nest.flatten(x))) != expected
-        ):
+        if expected == 0 or not isinstance(x, (list, tuple)):
+            return
+        passed = len(tf.nest.flatten(x))
+        if passed != expected:
             raise ValueError(
-                f"x has {given} arrays, but the model has {expected} inputs: pass one for each."
+                f"x has {passed} arrays, but the model has {expected} inputs: pass one for each."
             )
 
     @property
@@ -121,8 +126,9 @@ class Model:
 
     @property
     def compute_loss_adds_penalty(self) -> bool:
-        """True if the model's own `compute_loss` has weight regularisers in each micro-batch,
-        unseen by the step.
+        """True if the model's `compute_loss` adds weight regularisers that the step does not see.
+
+        They are then in the loss of each micro-batch.
         """
         return False
 
@@ -133,12 +139,13 @@ class Model:
     def may_take_text(self) -> bool:
         """True if strings may be among the inputs, as far as is known."""
         inputs = tf.nest.flatten(getattr(self.model, "inputs", None) or [])
-        return not inputs or any(tf.as_dtype(each.dtype) == tf.string for each in inputs)
+        return not inputs or any(tf.as_dtype(spec.dtype) == tf.string for spec in inputs)
 
     @property
     def preprocess(self) -> Callable[..., Nest] | None:
-        """The function by which a KerasHub task preprocesses raw (x, y, sample_weight); None for
-        any other model.
+        """The function by which a KerasHub task preprocesses raw data; None for any other model.
+
+        It takes x, y and sample_weight.
         """
         if getattr(self.model, "preprocessor", None) is None:
             return None
@@ -148,34 +155,30 @@ class Model:
         with replaced(added_losses.mark_regularizers(self.layers)), _naming(x):
             outputs = self.model(x, training=training)
         rows = tf.nest.flatten(x)[0].shape[0]
+        if rows is None:
+            return outputs
         for output in tf.nest.flatten(outputs):
             # Lookups of text forget how many rows they were given.
-            if (
-                rows is not None
-                and tf.is_tensor(output)
-                and output.shape.rank
-                and output.shape[0] is None
-            ):
+            if tf.is_tensor(output) and output.shape.rank and output.shape[0] is None:
                 tf.debugging.assert_equal(tf.shape(output)[0], rows)
                 output.set_shape([rows, *output.shape[1:]])
         return outputs
 
     def overrides(self, method: str) -> bool:
         """Tells if the model overrides a method of Keras's Model."""
-        of_class = getattr(type(self.model), method) is not getattr(self.family, method)
-        return self._has_own(method) or of_class
+        class_overrides = getattr(type(self.model), method) is not getattr(self.family, method)
+        return self._has_own(method) or class_overrides
 
     def replaces_loop(self, method: str) -> bool:
-        """Tells if the model overrides `fit` or `evaluate`, other than to preprocess its data as
-        `preprocess` does.
+        """Tells if the model overrides `fit` or `evaluate` by more than preprocessing its data.
+
+        A KerasHub task overrides them to preprocess, as `preprocess` does here.
         """
         if not self.overrides(method):
             return False
-        overriding = next((c for c in type(self.model).__mro__ if method in vars(c)), None)
-        preprocesses = package(overriding) == "keras_hub" and "preprocess_samples" in vars(
-            overriding
-        )
-        return self._has_own(method) or not preprocesses
+        owner = next((c for c in type(self.model).__mro__ if method in vars(c)), None)
+        only_preprocesses = package(owner) == "keras_hub" and "preprocess_samples" in vars(owner)
+        return self._has_own(method) or not only_preprocesses
 
     def _has_own(self, method: str) -> bool:
         """Tells if the model object itself, and not its class, has a method of the user's."""
@@ -183,12 +186,15 @@ class Model:
 
     @property
     def passed_over_methods(self) -> list[str]:
-        """The methods of Keras's loops that the model overrides and that are never called: private
-        ones.
-        """
-        trainers = [c for c in self.family.__mro__[1:] if c not in keras.layers.Layer.__mro__]
-        names = {name for c in trainers for name in vars(c) if name[0] == "_" and name[:2] != "__"}
-        return sorted(name for name in names if self.overrides(name))
+        """The private methods of Keras's loops that the model overrides: these are never called."""
+        private_names = set()
+        for base in self.family.__mro__[1:]:  # what Keras's Model inherits
+            if base in keras.layers.Layer.__mro__:
+                continue
+            for name in vars(base):
+                if name.startswith("_") and not name.startswith("__"):
+                    private_names.add(name)
+        return sorted(name for name in private_names if self.overrides(name))
 
     @property
     def own_reset(self) -> Callable[[], None] | None:
@@ -199,22 +205,24 @@ class Model:
     def own_results(
         self,
     ) -> Callable[[Mapping[str, tf.Tensor], keras.Metric], dict[str, Any]] | None:
-        """The `get_metrics_result` that the model overrides, as a function of the losses and the
-        compiled metrics.
+        """The `get_metrics_result` that the model overrides; None for Keras's.
+
+        It is a function of the losses and the compiled metrics.
         """
         return self._get_metrics_result if self.overrides("get_metrics_result") else None
 
     def _get_metrics_result(
         self, losses: Mapping[str, tf.Tensor], compiled: keras.Metric
     ) -> dict[str, Any]:
-        loss, *of_outputs = [
+        # What Keras's trackers of means are to the model's method: a name, and a result.
+        means = [
             types.SimpleNamespace(name=name, result=functools.partial(tf.identity, value))
             for name, value in losses.items()
         ]
-        of_losses = types.SimpleNamespace(metrics=of_outputs)
+        total, *of_outputs = means  # the logs open with the loss of all outputs together
         trackers = [
-            (self.model, private.loss_tracker.name, loss),
-            (self.model, private.compile_loss.name, of_losses),
+            (self.model, private.loss_tracker.name, total),
+            (self.model, private.compile_loss.name, types.SimpleNamespace(metrics=of_outputs)),
             (self.model, private.compile_metrics.name, compiled),
         ]
         with replaced(trackers):
@@ -227,16 +235,15 @@ class Model:
 
     @property
     def compiled_with(self) -> dict[str, Any]:
-        """The optimizer, losses and metrics that the model was compiled with, as arguments of
-        `compile`.
-        """
-        of_losses, user_loss, of_metrics = self._COMPILED
-        losses, metrics = (getattr(self.model, name, None) for name in (of_losses, of_metrics))
+        """The optimizer, losses and metrics of the model's last `compile`, as its arguments."""
+        losses_name, user_loss_name, metrics_name = self._COMPILED
+        losses = getattr(self.model, losses_name, None)
+        metrics = getattr(self.model, metrics_name, None)
         optimizer = getattr(self.model, "optimizer", None)
         return {
             # `compile` puts it into a LossScaleOptimizer under mixed_float16.
             "optimizer": getattr(optimizer, "inner_optimizer", optimizer),
-            "loss": getattr(losses, user_loss, None),
+            "loss": getattr(losses, user_loss_name, None),
             "loss_weights": private.user_loss_weights(losses, None),
             "metrics": private.user_metrics(metrics, None),
             "weighted_metrics": private.user_weighted_metrics(metrics, None),
@@ -245,7 +252,8 @@ class Model:
     @property
     def compilation(self) -> tuple[object, object]:
         """The objects that `compile` replaces."""
-        return self.model.optimizer, getattr(self.model, self._COMPILED[0], None)
+        losses_name, _, _ = self._COMPILED
+        return self.model.optimizer, getattr(self.model, losses_name, None)
 
     def compiled_since(self, compilation: tuple[object, object]) -> bool:
         """Tells if the model has been compiled since it had this `compilation`."""
@@ -253,23 +261,23 @@ class Model:
 
     @property
     def returned_losses(self) -> int:
-        """The number of means in the loss that the model returns by itself if it is given no
-        other.
-        """
+        """The number of means in the loss that the model itself returns if it is given no other."""
         return 0
 
     def with_losses(
         self, x: Nest, y: Nest, training: bool, valid: tf.Tensor | None
     ) -> tuple[Nest, list[tuple[tf.Tensor, tf.Tensor]]]:
-        """Calls the model; returns also the value and the weight sum of each returned loss over
-        `valid` rows.
+        """Calls the model, and returns its outputs and the losses that it computed itself.
+
+        Each loss is its value and the sum of its weights over `valid` rows.
         """
         raise NotImplementedError
 
     @property
     def takes_targets_apart(self) -> bool:
-        """True if targets need not have the structure of the outputs, since the model or its
-        adapter matches them.
+        """True if targets need not have the structure of the outputs.
+
+        The model or its adapter then matches them.
         """
         return self.overrides("compute_loss")
 
@@ -285,8 +293,9 @@ class Model:
     def own_losses(
         self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Gives `compute_loss` a `compiled` loss, and `rescaled(loss, is_regularizer)` for each of
-        `self.losses`.
+        """Gives the model's `compute_loss` other losses inside the block.
+
+        These are a `compiled` loss, and `rescaled(loss, is_regularizer)` for each of `self.losses`.
         """
         losses = [rescaled(loss, False) for loss in self._added_losses()]
         losses += [rescaled(v.regularizer(v), True) for v in self._regularised()]
@@ -302,34 +311,36 @@ class Model:
     def compute_metrics(
         self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable
     ) -> dict[str, Any]:
-        """Calls the model's own `compute_metrics`, with `update(y, y_pred, sample_weight)` for the
-        compiled metrics.
+        """Calls the model's own `compute_metrics`, with `update` in place of the compiled metrics.
+
+        `update` takes y, y_pred and sample_weight.
         """
         with replaced([(private.compile_metrics(self.model), "update_state", update)]):
             return self.model.compute_metrics(x, y, y_pred, sample_weight)
 
     @property
     def own_metrics(self) -> list[keras.metrics.Metric]:
-        """Metrics that the model and its layers hold and update themselves, as Keras would log
-        them.
-        """
+        """Metrics that the model and its layers update themselves, in the order of Keras's logs."""
         model = self.model
         of_compile = [
             private.loss_tracker(model),
             private.compile_metrics(model),
             *getattr(private.compile_loss(model), "metrics", ()),
         ]
-        return [m for m in model.metrics if all(m is not each for each in of_compile)]
+        return [
+            metric
+            for metric in model.metrics
+            if not any(metric is compiled for compiled in of_compile)
+        ]
 
     @property
     def metric_variables(self) -> list[tf.Variable]:
         """The variables of all layers' metrics."""
-        return [
-            raw(v)
-            for layer in self.layers
-            for metric in private.metrics(layer)
-            for v in metric.variables
-        ]
+        variables: list[tf.Variable] = []
+        for layer in self.layers:
+            for metric in private.metrics(layer):
+                variables += map(raw, metric.variables)
+        return variables
 
     @property
     def variables(self) -> list[Variable]:
@@ -338,36 +349,42 @@ class Model:
 
     @property
     def trainable_variables(self) -> list[Variable]:
-        """The variables that the optimizer trains, in the form that an optimizer of the same family
-        takes.
-        """
+        """The variables to train, in the form that an optimizer of the model's family takes."""
+        # Keras's own step trains `trainable_weights` where a model overrides them.
         if type(self.model).trainable_weights is not keras.Model.trainable_weights:
-            # what Keras's own step trains, where a model overrides it
             return self.model.trainable_weights
         return self.model.trainable_variables
 
     @property
     def state(self) -> list[tf.Variable]:
         """Variables that a forward pass may assign, such as moving statistics and random seeds."""
-        own = [v for layer in self.layers for v in self._own_state(layer)]
+        variables = []
+        for layer in self.layers:
+            variables += self._own_state(layer)
+
         # A SpectralNormalization assigns a weight of another layer, and layers of the user's own
         # what they like.
-        known = {id(v) for v in (*own, *self.metric_variables)}
-        return [*own, *(v for v in map(raw, self._assigned) if id(v) not in known)]
+        known = {id(variable) for variable in (*variables, *self.metric_variables)}
+        for assigned in map(raw, self._assigned):
+            if id(assigned) not in known:
+                variables.append(assigned)
+        return variables
 
     @property
     def statistics(self) -> list[tf.Variable]:
         """The part of `state` that Keras's own layers hold, and a train step moves."""
-        own = [layer for layer in self.layers if of_keras(type(layer)) and self._moves(layer)]
-        return [v for layer in own for v in self._own_state(layer) if v.dtype.is_floating]
+        variables = []
+        for layer in self.layers:
+            if of_keras(type(layer)) and self._moves(layer):
+                variables += [v for v in self._own_state(layer) if v.dtype.is_floating]
+        return variables
 
     @property
     def unmanaged_state(self) -> list[str]:
-        """The names of the variables that a forward pass assigns and no layer has made with
-        `add_weight`.
-        """
+        """The names of the assigned variables that no layer has made with `add_weight`."""
         names = [v.name for v in self._assigned if not isinstance(v, keras.Variable)]
-        return [name for name in names if "/replica_" not in name]  # the first one's says it
+        # The name of the first replica's variable stands for those of the others.
+        return [name for name in names if "/replica_" not in name]
 
     @property
     def moving_layers(self) -> list[str]:
@@ -384,37 +401,35 @@ class Model:
     @property
     def seeds(self) -> list[tf.Variable]:
         """The states of random generators."""
-        return [
-            generator.state.value
-            for layer in self.layers
-            for generator in private.seed_generators(layer)
-        ]
+        states = []
+        for layer in self.layers:
+            for generator in private.seed_generators(layer):
+                states.append(generator.state.value)
+        return states
 
     def owner(self, variable: tf.Variable) -> str | None:
         """Names the innermost layer that has a trainable variable."""
-        owners = [
-            layer.name
-            for layer in self.called_layers
-            for v in layer.trainable_variables
-            if variable is raw(v)
-        ]
-        return owners[-1] if owners else None
+        innermost = None
+        for layer in self.called_layers:  # a layer comes before those within it
+            if any(variable is raw(v) for v in layer.trainable_variables):
+                innermost = layer.name
+        return innermost
 
     @property
     def compute_dtype(self) -> str:
         """The lowest precision that any layer computes in, which decides on loss scaling."""
         dtypes = {layer.compute_dtype for layer in self.called_layers}
-        return next((d for d in ("float16", "bfloat16") if d in dtypes), "float32")
+        for low_precision in ("float16", "bfloat16"):
+            if low_precision in dtypes:
+                return low_precision
+        return "float32"
 
     @property
     def output_names(self) -> list[str]:
-        """The names that dict losses, targets and weights go by; empty for a model that names
-        none.
-        """
+        """The names that dict losses, targets and weights go by; empty if the model has none."""
         # A Sequential model keeps them, and much else, in a functional one.
-        return list(
-            getattr(private.functional(self.model, None) or self.model, "output_names", None) or []
-        )
+        named_model = private.functional(self.model, None) or self.model
+        return list(getattr(named_model, "output_names", None) or [])
 
     @property
     def may_do_more(self) -> bool:
@@ -426,8 +441,10 @@ class Model:
         return self.model.losses[: len(self.model.losses) - len(self._regularised())]
 
     def _note_calls(self, x: Nest) -> Nest:
+        """Traces calls, notes what they do, and returns the outputs of the last one."""
         for layer in self.layers:
             added_losses.require_sum_over_rows(layer)
+
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers
         # add in one mode only.
         for training in (True, False):
@@ -436,57 +453,68 @@ class Model:
                 traced = traces.trace(call, x)
                 if training and any(map(_may_count_rows, self.called_layers)):
                     self.row_counter = row_counts.find_row_counter(traced, call, x)
-                self.mixes_rows |= bool(
-                    self.row_counter or row_mixing.find_mixing_op(traced, call, x)
-                )
+                if self.row_counter or row_mixing.find_mixing_op(traced, call, x):
+                    self.mixes_rows = True
             except (ValueError, TypeError, tf.errors.InvalidArgumentError):
-                # a model of a fixed batch size
-                traced, self.mixes_rows = traces.trace(call, x, rows=None), True
+                # A model of a fixed batch size cannot be tried with other rows.
+                traced = traces.trace(call, x, rows=None)
+                self.mixes_rows = True
             if training:
                 self._work = jit_choice.count(traced)
                 self.unsaved_draws = [
-                    o.name for o in traced.graph.get_operations() if o.type in traces.UNSEEDED
+                    op.name for op in traced.graph.get_operations() if op.type in traces.UNSEEDED
                 ]
-            written = [*self._assigned, *traces.list_assigned(traced.graph, self.variables)]
-            self._assigned = list({id(v): v for v in written}.values())
-            self.python_calls = sorted(
-                {*self.python_calls, *traces.list_python_calls(traced.graph)}
-            )
-            added = map(added_losses.get_reduction, self._added_losses())
-            self.added_reductions = sorted({*self.added_reductions, *added})
+            self._note_effects(traced)
         return traced.structured_outputs
 
+    def _note_effects(self, traced: ConcreteFunction) -> None:
+        """Notes what a traced call assigns, calls of Python and adds to the loss."""
+        assigned = [*self._assigned, *traces.list_assigned(traced.graph, self.variables)]
+        by_identity = {id(variable): variable for variable in assigned}
+        self._assigned = list(by_identity.values())
+
+        python_calls = {*self.python_calls, *traces.list_python_calls(traced.graph)}
+        self.python_calls = sorted(python_calls)
+
+        reductions = map(added_losses.get_reduction, self._added_losses())
+        self.added_reductions = sorted({*self.added_reductions, *reductions})
+
     def work(self, x: Nest) -> jit_choice.Work:
-        """Counts what a call computes on a row of `x`; a model is not traced for it if none of its
-        layers convolve.
+        """Counts what a call computes on a row of `x`.
+
+        A model is not traced for it if none of its layers convolve.
         """
-        if self._work is None and any(
-            "Conv" in kind for layer in self.layers for kind in kinds(layer)
-        ):
+        if self._work is None and any(map(_convolves, self.layers)):
             call = functools.partial(self.__call__, training=True)
-            # for a model of a fixed batch size; the step says errors better
+            # A model of a fixed batch size is traced with the rows of `x`. The step says errors
+            # better.
             for rows in (traces.TELLING_ROWS, None):
                 with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
-                    self._work = self._work or jit_choice.count(
-                        traces.trace_with_calls(call, x, rows)
-                    )
-        return self._work or jit_choice.Work()
+                    self._work = jit_choice.count(traces.trace_with_calls(call, x, rows))
+                    break
+        if self._work is None:
+            return jit_choice.Work()
+        return self._work
 
     def added_loss(self, reduction: str) -> tf.Tensor:
-        """Returns the sum of the last call's added losses of one kind of `added_reductions`:
-        float32 scalar.
+        """Returns the sum of the last call's added losses of one reduction, a float32 scalar.
+
+        `reduction` is one of `added_reductions`.
         """
         losses = [
             loss for loss in self._added_losses() if added_losses.get_reduction(loss) == reduction
         ]
-        return tf.add_n(
-            [tf.constant(0.0), *(tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses)]
-        )
+        terms = [tf.constant(0.0)]
+        for loss in losses:
+            terms.append(tf.reduce_sum(tf.cast(loss, tf.float32)))
+        return tf.add_n(terms)
 
     def penalty(self) -> tf.Tensor | None:
         """Returns the sum of the weight regularisers, or None where there are none."""
         losses = [v.regularizer(v) for v in self._regularised()]
-        return tf.add_n(losses) if losses else None
+        if not losses:
+            return None
+        return tf.add_n(losses)
 
     def _regularised(self) -> list[Variable]:
         return [
@@ -500,19 +528,25 @@ class Model:
 
     @property
     def couples_rows(self) -> bool:
-        """True if rows share statistics or losses, which padded rows would change; known after a
-        call.
+        """True if rows share statistics or losses, which padded rows would change.
+
+        It is known after a call.
         """
-        moved = any(v.dtype.is_floating for v in map(raw, self._assigned))
-        return moved or self.mixes_rows or bool(self.moving_layers) or self.couples_losses
+        assigns_floats = any(raw(variable).dtype.is_floating for variable in self._assigned)
+        return assigns_floats or self.mixes_rows or bool(self.moving_layers) or self.couples_losses
 
     @property
     def split_sensitive_layers(self) -> list[str]:
-        """Names the layers whose numbers depend on how rows are split: random masks, statistics,
-        mixed rows.
+        """The layers whose numbers depend on how rows are split, as texts of a message.
+
+        They draw random masks, move statistics or mix rows.
         """
-        names = [layer.name for layer in self.layers if self._draws(layer) or self._moves(layer)]
-        return [*map(repr, names), *(["layers that mix rows"] if self.mixes_rows else [])]
+        names = [
+            repr(layer.name) for layer in self.layers if self._draws(layer) or self._moves(layer)
+        ]
+        if self.mixes_rows:
+            names.append("layers that mix rows")
+        return names
 
     def _draws(self, layer: keras.layers.Layer) -> bool:
         return bool(private.seed_generators(layer)) and not never_draws(layer)
@@ -529,15 +563,14 @@ class Model:
     @property
     def recomputed_layers(self) -> list[keras.layers.Layer]:
         """The layers that a `keras.RematScope` recomputes whole."""
-        scopes = [
-            (layer, scope) for layer in self.layers if (scope := private.remat_mode(layer, None))
-        ]
-        scopes = [
-            (layer, s)
-            for layer, s in scopes
-            if s.mode != "list_of_layers" or layer.name in s.layer_names
-        ]
-        return [layer for layer, scope in scopes if scope.mode != "activations"]
+        recomputed = []
+        for layer in self.layers:
+            scope = private.remat_mode(layer, None)
+            if not scope or scope.mode == "activations":
+                continue
+            if scope.mode != "list_of_layers" or layer.name in scope.layer_names:
+                recomputed.append(layer)
+        return recomputed
 
     def uncompilable_layers(self) -> list[keras.layers.Layer]:
         """Lists the layers that declare that XLA cannot compile them."""
@@ -552,19 +585,14 @@ class Model:
             return
         # Keras's own: a `compile` that the model overrides takes other arguments, and was called by
         # the user.
-        weights = tf.nest.map_structure(
-            lambda w: float(w) if isinstance(w, numbers.Real) else w, loss_weights
-        )
-        own = metrics.for_compile(self._FOREIGN_METRIC)
-        eager = self.model.run_eagerly  # as compiled, for `predict`
         keras.Model.compile(
             self.model,
             optimizer,
             loss,
-            loss_weights=weights,
+            loss_weights=tf.nest.map_structure(_as_float, loss_weights),
             auto_scale_loss=False,
-            run_eagerly=eager,
-            **own,
+            run_eagerly=self.model.run_eagerly,  # as it was compiled, for `predict`
+            **metrics.for_compile(self._FOREIGN_METRIC),
         )
         # Untracked, as in `compile`: a metric that the model also tracked as its own would be
         # listed twice.
@@ -574,9 +602,7 @@ class Model:
     def adopt_means(
         self, loss: keras.metrics.Mean, losses: Mapping[str, keras.metrics.Mean]
     ) -> None:
-        """Makes running means those of a compiled model, of its `metrics` and
-        `get_metrics_result`.
-        """
+        """Makes running means those of a compiled model: of `metrics` and `get_metrics_result`."""
         model = self.model
         if not isinstance(model.optimizer, keras.Optimizer):
             return
@@ -596,9 +622,19 @@ class Model:
 
 
 def _as_keras_tensors(specs: Nest) -> Nest:
-    return tf.nest.map_structure(
-        lambda s: None if s is None else keras.KerasTensor(s.shape, s.dtype.name), specs
-    )
+    def convert(spec: Any) -> keras.KerasTensor | None:
+        if spec is None:
+            return None
+        return keras.KerasTensor(spec.shape, spec.dtype.name)
+
+    return tf.nest.map_structure(convert, specs)
+
+
+def _as_float(weight: Any) -> Any:
+    """Converts a number of any type to a Python float; leaves anything else as it is."""
+    if isinstance(weight, numbers.Real):
+        return float(weight)
+    return weight
 
 
 @contextlib.contextmanager
@@ -607,43 +643,51 @@ def _naming(x: Nest) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        shapes = tf.nest.map_structure(lambda each: tuple(each.shape), x)
+        shapes = tf.nest.map_structure(lambda spec: tuple(spec.shape), x)
         kind = TypeError if isinstance(error, TypeError) else ValueError
         reason = without_arguments(error)
         raise kind(f"The model, called with x of shape {shapes}: {reason}") from error
 
 
 def never_draws(layer: keras.layers.Layer) -> bool:
-    """Tells if a layer of Keras's, such as a recurrent cell, could draw random numbers and has a
-    rate of 0.
-    """
-    names = "rate", "stddev", "dropout", "recurrent_dropout"
+    """Tells if a layer of Keras's could draw random numbers, but does not, since its rate is 0."""
+    names = ("rate", "stddev", "dropout", "recurrent_dropout")  # the last two of recurrent cells
     rates = [getattr(layer, name) for name in names if hasattr(layer, name)]
     return of_keras(type(layer)) and bool(rates) and not any(rates)
 
 
+def _convolves(layer: keras.layers.Layer) -> bool:
+    """Tells if a layer is of a class with "Conv" in its name, or of a class derived from one."""
+    return any("Conv" in kind for kind in kinds(layer))
+
+
 def _may_count_rows(layer: keras.layers.Layer) -> bool:
     """Tells if a call may compute with the number of rows: Keras's and KerasHub's layers do not."""
-    own = package(type(layer)) not in ("keras", "tf_keras", "keras_hub", "fastaccum")
-    return own or isinstance(layer, keras.layers.Lambda) or _has_own_activation(layer)
+    is_of_user = package(type(layer)) not in ("keras", "tf_keras", "keras_hub", "fastaccum")
+    return is_of_user or isinstance(layer, keras.layers.Lambda) or _has_own_activation(layer)
 
 
 def _has_own_activation(layer: keras.layers.Layer) -> bool:
-    functions = (getattr(layer, name, None) for name in ("activation", "recurrent_activation"))
-    return any(
-        each is not None and package(each) not in ("keras", "tf_keras", "tensorflow")
-        for each in functions
-    )
+    """Tells if an activation of a layer is of the user's own, and may compute anything."""
+    for name in ("activation", "recurrent_activation"):
+        function = getattr(layer, name, None)
+        if function is not None and package(function) not in ("keras", "tf_keras", "tensorflow"):
+            return True
+    return False
 
 
 def _may_do_more(layer: keras.layers.Layer) -> bool:
-    """Tells if a layer's call may add losses, assign other layers' variables or mix rows, as few of
-    Keras's do.
+    """Tells if a layer's call may add losses, assign other layers' variables or mix rows.
+
+    Few of Keras's layers do.
     """
-    own = package(type(layer)) in ("keras", "fastaccum") and not isinstance(layer, _TRACED)
-    across_rows = 0 in tf.nest.flatten(getattr(layer, "axis", -1))
-    of_ops = any(
-        not isinstance(each, keras.layers.Layer) for each in getattr(layer, "operations", ())
+    is_known = package(type(layer)) in ("keras", "fastaccum") and not isinstance(layer, _TRACED)
+    axes = tf.nest.flatten(getattr(layer, "axis", -1))
+    works_across_rows = 0 in axes
+    operations = getattr(layer, "operations", ())  # of a functional model: also ops between layers
+    has_ops = any(not isinstance(operation, keras.layers.Layer) for operation in operations)
+    has_own_functions = (
+        has_ops or layer.activity_regularizer is not None or _has_own_activation(layer)
     )
-    written = of_ops or layer.activity_regularizer is not None or _has_own_activation(layer)
-    return not own or written or getattr(layer, "stateful", False) or across_rows
+    is_stateful = getattr(layer, "stateful", False)
+    return not is_known or has_own_functions or is_stateful or works_across_rows
