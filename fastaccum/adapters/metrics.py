@@ -670,8 +670,8 @@ def _calls_python(metric: keras.metrics.Metric, specs: _Specs) -> bool:
     return False
 
 
-def _update_without_weights(metric: keras.metrics.Metric, pair: Any) -> object:
-    return metric.update_state(*pair, sample_weight=None)
+def _update_without_weights(metric: keras.metrics.Metric, y: Any) -> object:
+    return metric.update_state(*y, sample_weight=None)
 
 
 def _update_with_ones(metric: keras.metrics.Metric, shape: list[int], pair: Any) -> object:
