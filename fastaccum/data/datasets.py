@@ -33,6 +33,7 @@ from fastaccum.lines import warn
 
 # What Keras hands over in place of a generator's None.
 _OPTIONAL = tf.experimental.Optional
+_SPEC_OF_NONE = type(tf.type_spec_from_value(None))
 
 
 class StepBatches(NamedTuple):
@@ -545,6 +546,10 @@ def _require_batched(spec: Batch, what: str, needs_targets: bool, text: bool) ->
             f"{what} yields no targets: it must yield (x, y) or (x, y, sample_weight)."
         )
     for leaf in tf.nest.flatten(spec):
+        if isinstance(leaf, _SPEC_OF_NONE):
+            raise ValueError(
+                f"{what} yields None for inputs: it must yield arrays for each of them."
+            )
         if not isinstance(leaf, tf.TensorSpec):
             raise TypeError(f"{what} yields {leaf}: {DENSE}")
         is_text = (
