@@ -256,7 +256,9 @@ class ArrayStacks:
 def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatch]:
     """Prefetches endless items, up to `depth` of them, in a thread.
 
-    The thread ends with the iterator, or with the interpreter.
+    The thread ends with the iterator, or with the interpreter, which waits for it: in TensorFlow
+    it would end the process with SIGABRT. (`ReadAhead`, whose items come from code that may never
+    return, is not waited for.)
     """
     executor = futures.ThreadPoolExecutor(1, "fastaccum-data")
     ready: collections.deque[futures.Future[Dispatch]] = collections.deque()

@@ -137,9 +137,8 @@ class Guard:
         if "[Op:__inference" in reason and error is not self._harmless:
             message += (
                 "XLA had taken the variables over by then, and they are lost: go on in a new "
-                "process, from a "
+                "process, from a checkpoint."
             )
-            message += "checkpoint."
         else:
             message += "The variables are as they were."
         memory, limit = self._known(), analysis.limit_of(self._step, physical())

@@ -107,23 +107,26 @@ def test_a_masked_array_is_refused():
 
 
 def test_an_epoch_that_is_left_is_not_read_further():
-    """`stop_evaluating` leaves a pass in its middle; nothing of it is read after `on_epoch_end`."""
+    """`stop_evaluating` leaves a pass in its middle; no batch is read while hooks are called."""
     calls = []
+    being_read = []
 
     class Batches(keras.utils.PyDataset):
         def __len__(self):
             return 50
 
         def __getitem__(self, i):
-            time.sleep(0.002)
+            being_read.append(i)
+            time.sleep(0.2)  # longer than a step: the thread is within this as the pass is left
             calls.append(i)
+            being_read.remove(i)
             return np.ones([2, 3], "float32"), np.ones([2, 1], "float32")
 
-        def on_epoch_end(self):
-            calls.append("end")
-
         def on_epoch_begin(self):
-            calls.append("begin")
+            calls.append(("begin", list(being_read)))
+
+        def on_epoch_end(self):
+            calls.append(("end", list(being_read)))
 
     class Stop(keras.callbacks.Callback):
         def on_test_batch_end(self, batch, logs=None):
@@ -133,9 +136,11 @@ def test_an_epoch_that_is_left_is_not_read_further():
     trainer = fa.Trainer(model, "sgd", "mse")
     options = {"validation_data": Batches(), "validation_steps": 40, "callbacks": [Stop()]}
     trainer.fit(np.ones([4, 3]), np.ones([4, 1]), epochs=3, verbose=0, **options)
-    for at, call in enumerate(calls):
-        if call == "begin":
-            assert calls[at + 1 : at + 2] in ([0], [])
+    hooks = [call for call in calls if isinstance(call, tuple)]
+    assert len(hooks) >= 5
+    assert all(reading == [] for _, reading in hooks)
+    begun = [at for at, call in enumerate(calls) if call == ("begin", [])]
+    assert [calls[at + 1] for at in begun] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("processes", [False, True])
