@@ -25,8 +25,8 @@ SHARE_WORTH_A_WARNING = 0.2
 # So many steps whose rows vary show which sizes waste least. Shorter trainings do not earn their
 # programs back.
 STEPS_TO_LEARN = 32
-# XLA compiles a step for seconds, and saves some 2 to 10 ms a step of a small model on a CPU: with
-# so many steps behind it a training may be long enough.
+# XLA compiles a step for seconds, and saves at most some 10 ms a step of a small model on a CPU:
+# with so many steps behind it a training may be long enough.
 STEPS_TO_EARN = 512
 # Sizes of micro-batches beside the largest one, where rows vary.
 MOST_SMALLER_SIZES = 2
