@@ -1,7 +1,7 @@
 """Runs the benchmarks and writes them up: `python -m benchmarks`, or `fastaccum bench`.
 
-Each suite (benchmarks/test_SUITE.py) runs in a process of its own. The report, its charts and the
-whole run as one JSON go to a folder in benchmarks/results/.
+Each suite (benchmarks/suites/test_SUITE.py) runs in a process of its own. The report, its charts
+and the whole run as one JSON go to a folder in benchmarks/results/.
 """
 
 import argparse
@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks import readme, report, scores, suites
+from benchmarks.support import scores
+from benchmarks.tools import readme, report, runner
 from fastaccum.lines import one_line
 
 NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "matplotlib": "matplotlib"}
@@ -29,13 +30,13 @@ with a report of the suites that were done. A missed bar is not a failure.
 """
 
 
-def main(argv=None, folder=suites.FOLDER, prog="python -m benchmarks"):
+def main(argv=None, folder=runner.FOLDER, prog="python -m benchmarks"):
     """Runs the command line `argv` on the suites in `folder`, and returns the exit code.
 
     Raises:
         SystemExit: with code 0 for --help, 2 for bad arguments.
     """
-    known = suites.known(folder)
+    known = runner.known(folder)
     parser = _parser(prog, known)
     options = parser.parse_args(argv)
     console = Console(highlight=False, markup=False)
@@ -73,7 +74,7 @@ def _parser(prog, known):
     add(
         "--quick",
         action="store_true",
-        help=f"the smallest workload and few rounds of {', '.join(suites.QUICK)}",
+        help=f"the smallest workload and few rounds of {', '.join(runner.QUICK)}",
     )
     add(
         "--readme",
@@ -122,7 +123,7 @@ def _read(options):
             f"--from {options.from_run} is not a run of these benchmarks: it must be a run.json, "
             "or what `pytest -n 0 benchmarks --benchmark-json` wrote."
         )
-    _check_readme(options, set(suites.known()) - set(run.get("suites", {})), run.get("quick"))
+    _check_readme(options, set(runner.known()) - set(run.get("suites", {})), run.get("quick"))
     return run
 
 
@@ -159,7 +160,7 @@ def _chosen(options, known):
     chosen = [
         name
         for name in known
-        if name in (options.suites or (suites.QUICK if options.quick else known))
+        if name in (options.suites or (runner.QUICK if options.quick else known))
     ]
     _check_readme(options, set(known) - set(chosen), options.quick)
     return chosen
@@ -188,7 +189,7 @@ def _run_suites(chosen, known, options, console):
         try:
             for name in chosen:
                 bar.update(task, description=name)
-                results.append(suites.run(name, known[name], pathlib.Path(scratch), options.quick))
+                results.append(runner.run(name, known[name], pathlib.Path(scratch), options.quick))
                 _print_outcome(results[-1], console)
                 bar.advance(task)
             bar.update(task, description="done")
@@ -199,7 +200,7 @@ def _run_suites(chosen, known, options, console):
                 f"\ninterrupted; left out: {', '.join(left_out)}", style="red", soft_wrap=True
             )
     try:
-        run = suites.merge(results, left_out, options.quick)
+        run = runner.merge(results, left_out, options.quick)
     except ValueError as error:
         console.print(error, style="red")
         return 130 if interrupted else 1
@@ -221,7 +222,7 @@ def _print_outcome(result, console):
     if result.failed:
         console.print(result.output, soft_wrap=True)
     for what, tests in (("skipped", result.skipped), ("failed", result.failed)):
-        for line in suites.by_reason(tests):
+        for line in runner.by_reason(tests):
             console.print(f"  {what}: {line}", soft_wrap=True)
 
 

@@ -407,8 +407,8 @@ BREAKS = [
     (
         no_circles,
         {
-            "benchmarks/charts.py": "from benchmarks.report import found_in",
-            "benchmarks/report.py": "def write():\n    from benchmarks import charts",
+            "benchmarks/tools/charts.py": "from benchmarks.tools.report import found_in",
+            "benchmarks/tools/report.py": "def write():\n    from benchmarks.tools import charts",
         },
     ),
     (few_modules_at_the_top, {f"fastaccum/m{i}.py": "" for i in range(TOP_LEVEL_MODULES + 1)}),

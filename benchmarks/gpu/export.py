@@ -19,10 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 import fastaccum as fa
-from benchmarks import stablehlo
 from benchmarks.gpu import manifest
 from benchmarks.h200 import kernels, roofline
-from benchmarks.stablehlo import h200
+from benchmarks.support import stablehlo
+from benchmarks.support.stablehlo import h200
 from fastaccum import transformer
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.xla_ops import in_xla

@@ -23,7 +23,7 @@ import numpy as np
 import fastaccum as fa
 from benchmarks.h200 import programs, roofline, summary, vision
 from benchmarks.h200.kernels import Kernel
-from benchmarks.stablehlo import h200
+from benchmarks.support.stablehlo import h200
 
 ROOT = Path(__file__).parents[2]
 FORWARD, DATA, WEIGHTS = (

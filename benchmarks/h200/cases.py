@@ -14,7 +14,7 @@ import tensorflow as tf
 import fastaccum as fa
 from benchmarks.h200 import measures, programs, roofline
 from benchmarks.h200.programs import Gpt, JaxGpt
-from benchmarks.stablehlo import h200
+from benchmarks.support.stablehlo import h200
 from fastaccum.kernels.cross_entropy import linear_cross_entropy_sum_and_scores
 from fastaccum.step.compiler_ir import compiler_ir
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import fastaccum as fa
 from benchmarks.h200 import programs, summary
-from benchmarks.stablehlo import h200
+from benchmarks.support.stablehlo import h200
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
 # Nothing but these decides what is compiled, besides this repository.

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks import stablehlo
 from benchmarks.h200 import parts, programs
 from benchmarks.h200.jax_cudnn import cudnn_of_the_described_gpu
 from benchmarks.h200.programs import JaxGpt
 from benchmarks.peers import jax_gpt
 from benchmarks.peers.jax_models import scan_train_step
+from benchmarks.support import stablehlo
 
 
 def gpt(options: JaxGpt) -> programs.Compiled:

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from benchmarks.stablehlo import hlo
+from benchmarks.support.stablehlo import hlo
 
 BYTES = {
     "pred": 1,

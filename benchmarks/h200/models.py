@@ -17,7 +17,7 @@ import numpy as np
 
 import fastaccum as fa
 from benchmarks.h200 import programs, roofline
-from benchmarks.stablehlo import h200
+from benchmarks.support.stablehlo import h200
 
 Policy = str | Sequence[str] | None  # of `fa.remat`
 VOCABULARY, WIDTH, HEADS = 50_304, 2048, 16

@@ -7,10 +7,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from benchmarks import charts
 from benchmarks.h200.bars import Found
 from benchmarks.h200.cases import AXES, CHECKPOINT, DRAWN, sized
 from benchmarks.h200.parts import PARTS
+from benchmarks.tools import charts
 
 SHOWN = (
     "fastaccum, as shipped",

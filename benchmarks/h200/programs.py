@@ -21,7 +21,7 @@ import numpy as np
 import fastaccum as fa
 from benchmarks.gpu import export, manifest
 from benchmarks.h200 import kernels
-from benchmarks.stablehlo import h200, hlo
+from benchmarks.support.stablehlo import h200, hlo
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
 CACHE = Path(tempfile.gettempdir(), f"fastaccum-h200-{os.getuid()}")

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import RESULTS
+from benchmarks.tools.report import RESULTS
 
 BEFORE = Path(__file__).with_name("before.json")
 NEEDED = {

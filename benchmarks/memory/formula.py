@@ -22,7 +22,7 @@ import numpy as np
 import fastaccum as fa
 from benchmarks.h200 import programs
 from benchmarks.memory.results import Result
-from benchmarks.stablehlo import h200
+from benchmarks.support.stablehlo import h200
 from fastaccum import transformer
 from fastaccum.kernels import layer_loop
 from fastaccum.kernels.logit_chunks import cut

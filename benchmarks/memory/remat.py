@@ -17,7 +17,7 @@ import numpy as np
 import fastaccum as fa
 from benchmarks.h200 import programs
 from benchmarks.memory.results import Result
-from benchmarks.stablehlo import h200
+from benchmarks.support.stablehlo import h200
 from fastaccum.adapters import blocks
 
 BARS = {"temp / plain": 0.2, "gradients": 1e-5, "step time / plain": 1.4}

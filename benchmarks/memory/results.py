@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS
+from benchmarks.tools.report import RESULTS
 
 
 @dataclasses.dataclass

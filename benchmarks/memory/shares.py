@@ -20,7 +20,7 @@ from tensorflow.types.experimental import ConcreteFunction
 import fastaccum as fa
 from benchmarks.h200 import programs
 from benchmarks.memory.results import Result
-from benchmarks.stablehlo import h200
+from benchmarks.support.stablehlo import h200
 from fastaccum.data.stacks import Batch
 from fastaccum.memory import analysis
 

@@ -7,8 +7,8 @@ no `build`.
 
 import tensorflow as tf
 
-from benchmarks.contestants import TrainStep
 from benchmarks.peers.eager_loop import feed_micro_batches
+from benchmarks.support.contestants import TrainStep
 
 
 def make(workload):

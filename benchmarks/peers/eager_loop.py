@@ -4,7 +4,7 @@ list.
 
 import tensorflow as tf
 
-from benchmarks.contestants import TrainStep
+from benchmarks.support.contestants import TrainStep
 
 
 def make(workload):

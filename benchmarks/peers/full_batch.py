@@ -6,7 +6,7 @@ network that has it computes something else: the suites compare that pair with f
 
 import tensorflow as tf
 
-from benchmarks.contestants import TrainStep
+from benchmarks.support.contestants import TrainStep
 
 
 def make(workload):

@@ -6,8 +6,8 @@ A Python loop calls both, as the recipes on the web do; none of them asks for XL
 
 import tensorflow as tf
 
-from benchmarks.contestants import TrainStep
 from benchmarks.peers.eager_loop import feed_micro_batches
+from benchmarks.support.contestants import TrainStep
 
 
 def make(workload):

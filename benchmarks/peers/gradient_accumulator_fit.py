@@ -3,7 +3,7 @@
 import tf_keras
 
 import fastaccum as fa
-from benchmarks.contestants import Fit, ForeignModel
+from benchmarks.support.contestants import Fit, ForeignModel
 
 
 def make(workload):

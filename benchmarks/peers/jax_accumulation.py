@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.contestants import ForeignModel, TrainStep
 from benchmarks.peers import jax_convnet, jax_models
+from benchmarks.support.contestants import ForeignModel, TrainStep
 
 
 def make_scan(workload):

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.contestants import ForeignModel, TrainStep
 from benchmarks.peers.jax_models import Dense, feed_stack, mean_gradients
+from benchmarks.support.contestants import ForeignModel, TrainStep
 
 EPSILON, MOMENTUM = 1e-3, 0.99  # Keras's
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from jaxlib import _jax, xla_client
 
-from benchmarks import contestants, stablehlo
+from benchmarks.support import contestants, stablehlo
 
 
 def make(workload):

@@ -1,6 +1,6 @@
 """Keras 3's own accumulation: `gradient_accumulation_steps` on the optimizer, and `model.fit`."""
 
-from benchmarks.contestants import Fit
+from benchmarks.support.contestants import Fit
 
 
 def make(workload, steps_per_execution=1, jit_compile="auto"):

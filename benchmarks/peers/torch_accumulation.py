@@ -8,8 +8,8 @@ autocast and GradScaler are for a GPU.
 import torch
 import torch.nn.functional as F
 
-from benchmarks.contestants import ForeignModel, TrainStep
 from benchmarks.peers import torch_models
+from benchmarks.support.contestants import ForeignModel, TrainStep
 
 
 def make(workload):

@@ -2,8 +2,8 @@
 
 XLA:CPU runs the gradients of convolutions as scalar code, but saves launches of operations and
 passes over memory. The rule compares the two in multiply-adds of a forward convolution, by factors
-from `python -m benchmarks.jit_forms` (docs/performance.md). It looks at the model, at the rows of a
-micro-batch, at the CPU and at whether TensorFlow has oneDNN on.
+from `python -m benchmarks.tools.jit_forms` (docs/performance.md). It looks at the model, at the
+rows of a micro-batch, at the CPU and at whether TensorFlow has oneDNN on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRANSPOSED = {"Conv2DBackpropInput", "Conv3DBackpropInputV2"}
 _FREE = {"Const", "Identity", "NoOp", "Placeholder", "ReadVariableOp", "Reshape", "Shape"}
 
 # What XLA saves on an element of a result, in multiply-adds. This factor and the next ones are
-# from `python -m benchmarks.jit_forms`.
+# from `python -m benchmarks.tools.jit_forms`.
 _ELEMENT = 0.5
 
 # What XLA saves in each micro-batch on an operation with its gradients, in multiply-adds.

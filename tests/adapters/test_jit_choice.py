@@ -13,13 +13,13 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from benchmarks import jit_forms
+from benchmarks.tools import jit_forms
 from fastaccum.adapters import jit_choice, models
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.data.stacks import Batch
 from fastaccum.training import step_builder
 
-RESULTS = pathlib.Path(jit_forms.__file__).parent / "results"
+RESULTS = pathlib.Path(jit_forms.__file__).parents[1] / "results"
 FOLDERS = {  # by whether oneDNN was on, and whether the CPU had AVX-512
     (False, False): "2026-11-23-jit-forms",
     (True, False): "2026-11-24-jit-forms",

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import charts, readme, report, scores, suites
-from benchmarks.scores import Score
+from benchmarks.support import scores
+from benchmarks.support.scores import Score
+from benchmarks.tools import charts, readme, report, runner
 from fastaccum import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +70,7 @@ def scores_of(values):
 
 
 def result_of(name, run=None, skipped=()):
-    return suites.Result(
+    return runner.Result(
         name, seconds=1.0, passed=1, skipped=dict(skipped), failed={}, output="", run=run
     )
 
@@ -110,10 +111,10 @@ def test_one_suite_of_the_real_ones(tmp_path):
 def test_quick_trims_the_workloads_and_series_become_a_chart(tmp_path, capsys):
     folder = folder_of(
         tmp_path,
-        conftest="from benchmarks.conftest import *",
+        conftest="from benchmarks.conftest import *\nfrom benchmarks.suites.conftest import *",
         test_growth="""
             import pytest
-            from benchmarks import models
+            from benchmarks.support import models
 
             @pytest.mark.parametrize("workload", models.ALL, ids=lambda w: w.name)
             def test_growth(workload, benchmark, report, series):
@@ -208,7 +209,7 @@ def test_what_fails_and_what_is_skipped_is_named(tmp_path, capsys):
 def test_the_readme_keeps_its_figures_when_a_suite_failed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(readme, "ROOT", tmp_path)  # where there is nothing to rewrite
     ended = {
-        name: {"seconds": 1.0, "passed": 0, "skipped": {}, "failed": {}} for name in suites.known()
+        name: {"seconds": 1.0, "passed": 0, "skipped": {}, "failed": {}} for name in runner.known()
     }
     ended["fit"]["failed"] = {"test_fit": "losses differ"}
     path = tmp_path / "run.json"
@@ -229,14 +230,14 @@ def test_the_readme_keeps_its_figures_when_a_run_is_not_whole(whole, tmp_path, c
 def test_ctrl_c_leaves_a_report_of_the_suites_that_had_ended(tmp_path, capsys, monkeypatch):
     body = "def test_it(benchmark):\n    benchmark.pedantic(lambda: None, rounds=1)\n"
     folder = folder_of(tmp_path, conftest=MACHINE, test_a=body, test_b=body)
-    run = suites.run
+    run = runner.run
 
     def run_one(name, *args):
         if name == "b":
             raise KeyboardInterrupt
         return run(name, *args)
 
-    monkeypatch.setattr(suites, "run", run_one)
+    monkeypatch.setattr(runner, "run", run_one)
     assert command.main(["--out", str(tmp_path / "out")], folder) == 130
     assert json.loads((tmp_path / "out" / "run.json").read_text())["left_out"] == ["b"]
     assert "interrupted; left out: b" in capsys.readouterr().out
@@ -259,7 +260,7 @@ def test_runs_of_suites_are_merged():
         result_of("one", first),
         result_of("two", second),
     ]
-    run = suites.merge(results, ["three"], quick=True)
+    run = runner.merge(results, ["three"], quick=True)
     assert [benchmark["suite"] for benchmark in run["benchmarks"]] == ["one", "two", "two"]
     assert [(score.measure, score.value) for score in scores.of_run(run)] == [
         ("a", 1.5),
@@ -272,7 +273,7 @@ def test_runs_of_suites_are_merged():
 
 
 def test_quick_names_suites_that_exist():
-    assert set(suites.QUICK) < set(suites.known())
+    assert set(runner.QUICK) < set(runner.known())
 
 
 def test_part_of_the_benchmarks_has_a_folder_of_its_own():

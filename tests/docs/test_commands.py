@@ -12,7 +12,7 @@ import pytest
 from run_page import PAGES, ROOT
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import suites
+from benchmarks.tools import runner
 from fastaccum import cli
 from fastaccum.app import options
 
@@ -53,7 +53,7 @@ def check_fastaccum(words):
         return  # `fastaccum` alone is the name of the program
     try:
         if words[0] == "bench":
-            benchmarks._parser("fastaccum bench", suites.known(suites.FOLDER)).parse_args(words[1:])
+            benchmarks._parser("fastaccum bench", runner.known(runner.FOLDER)).parse_args(words[1:])
         else:
             options.make_parser().parse_args(words)
     except SystemExit as end:  # after --help and --version

@@ -1,0 +1,1 @@
+"""Modules that several suites and tools share: models, contestants, races and agreement."""

@@ -1,0 +1,451 @@
+"""The workloads: a model, its loss, its optimizer and synthetic data, the same for every
+contestant.
+
+`workload.model()` starts from the same weights each time, and `workload.arrays(updates)` holds the
+same numbers each time, so contestants that do the same arithmetic must get the same losses.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+
+import keras
+import numpy as np
+from keras import layers as kl
+
+import fastaccum as fa
+from benchmarks.support.agreement import MOVEMENT_TOLERANCE
+from benchmarks.support.blocks import convolved, inverted, residual, unet
+
+SEED = 0
+
+
+def _size(full, small):
+    """`small` under `pytest benchmarks --benchmark-disable` and in its processes: contestants only
+    have to agree.
+    """
+    return small if "FASTACCUM_SMALL_BENCHMARKS" in os.environ else full
+
+
+def _cross_entropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What one update works on: `micro_batches` micro-batches of `batch_size` examples.
+
+    Args:
+        name: as the tables show it.
+        micro_batches: micro-batches in one update.
+        batch_size: examples in one micro-batch.
+        build: makes the Keras model.
+        draw: `(generator, examples) -> (x, y)`, NumPy arrays.
+        optimizer: makes the Keras optimizer; takes its keyword arguments.
+        loss: makes the loss.
+        fit_updates: updates in one timed epoch of `fit`.
+        steps_per_execution: what tuned peers try, up to the micro-batches of an epoch.
+        step_updates: updates in one timed block of train steps.
+        rounds: how many times each contestant is timed.
+        movement: by how much of a weight's movement contestants may differ (see
+            `benchmarks.support.agreement`).
+    """
+
+    name: str
+    micro_batches: int
+    batch_size: int
+    build: Callable
+    draw: Callable
+    optimizer: Callable
+    fit_updates: int
+    step_updates: int
+    rounds: int
+    steps_per_execution: tuple = (1, 10, 100)
+    loss: Callable = _cross_entropy
+    movement: float = MOVEMENT_TOLERANCE
+
+    @property
+    def update_size(self):
+        """Examples in one update."""
+        return self.micro_batches * self.batch_size
+
+    def model(self):
+        """A new model; every call returns the same initial weights."""
+        keras.utils.set_random_seed(SEED)
+        return self.build()
+
+    def arrays(self, updates):
+        """x and y for `updates` updates, one row per example, in the order in which they are
+        trained on.
+        """
+        return self.draw(np.random.default_rng(SEED), updates * self.update_size)
+
+    def stacks(self, updates, micro_batches=None):
+        """The same examples, one `(x, y)` per update, each array `[micro_batches, batch_size,
+        ...]`.
+        """
+        if micro_batches:
+            return dataclasses.replace(self, micro_batches=micro_batches).stacks(updates)
+        x, y = self.arrays(updates)
+        lead = (updates, self.micro_batches, self.batch_size)
+        return list(zip(x.reshape(lead + x.shape[1:]), y.reshape(lead + y.shape[1:]), strict=True))
+
+    def with_frozen_statistics(self):
+        """The same workload with BatchNorm in inference mode: nothing depends on how a batch is
+        cut.
+        """
+
+        def build():
+            model = self.build()
+            for layer in model.layers:
+                if isinstance(layer, keras.layers.BatchNormalization):
+                    layer.trainable = False
+            return model
+
+        return dataclasses.replace(self, build=build)
+
+    def with_epsilon(self, epsilon):
+        """The same workload with that epsilon in its optimizer, if that has one."""
+        if self.optimizer is _momentum:
+            return self
+        return dataclasses.replace(
+            self, optimizer=functools.partial(self.optimizer, epsilon=epsilon)
+        )
+
+    @property
+    def has_batch_statistics(self):
+        return any(
+            isinstance(layer, keras.layers.BatchNormalization) for layer in self.model().layers
+        )
+
+
+def _mlp(widths, dropout=()):
+    layers = [keras.layers.Dense(width, activation="relu") for width in widths]
+    layers += [keras.layers.Dropout(rate) for rate in dropout]
+    return keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
+
+
+def _convnet(dropout=()):
+    """Three convolutions, each with BatchNorm, ReLU and pooling."""
+    x = inputs = keras.Input((32, 32, 3))
+    for filters in _size((32, 64, 128), (8, 8, 8)):
+        # Without a bias: BatchNorm cancels it, so that its gradient is rounding noise, on which no
+        # two programs agree.
+        x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+        x = keras.layers.BatchNormalization()(x)
+        x = keras.layers.ReLU()(x)
+        x = keras.layers.MaxPooling2D()(x)
+        for rate in dropout:
+            x = keras.layers.Dropout(rate)(x)
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, keras.layers.Dense(10)(x))
+
+
+def _stacked(shape, layers):
+    """A model of layers, or blocks of them, one after the other."""
+    x = inputs = keras.Input(shape)
+    for layer in layers:
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+def _classifier(shape, layers):
+    return _stacked(shape, [*layers, kl.GlobalAveragePooling2D(), kl.Dense(10)])
+
+
+def _conv1d():
+    """Three convolutions over time, each with BatchNorm, ReLU and pooling."""
+    blocks = [
+        layer
+        for filters in _size((64, 128, 128), (8, 8, 8))
+        for layer in (
+            kl.Conv1D(filters, 5, padding="same", use_bias=False),
+            kl.BatchNormalization(),
+            kl.ReLU(),
+            kl.MaxPooling1D(),
+        )
+    ]
+    return _stacked((256, 12), [*blocks, kl.GlobalAveragePooling1D(), kl.Dense(10)])
+
+
+def _resnet20():
+    """He et al. 2015 for CIFAR-10: three stages of three blocks."""
+    widths = [
+        (filters, 2 if stage and not block else 1)
+        for stage, filters in enumerate((16, 32, 64))
+        for block in range(3)
+    ]
+    blocks = [
+        layer for filters, strides in widths for layer in (residual(filters, strides), kl.ReLU())
+    ]
+    return _classifier((32, 32, 3), [convolved(16), *_size(blocks, blocks[:2])])
+
+
+def _mobilenet():
+    """MobileNetV2 for small images: seven inverted residuals."""
+    blocks = [(16, 1), (24, 2), (24, 1), (32, 2), (32, 1), (64, 1), (64, 1)]
+    blocks = [inverted(*each) for each in _size(blocks, blocks[:2])]
+    return _classifier((32, 32, 3), [convolved(16), *blocks, convolved(128, 1)])
+
+
+def _unet():
+    """Three scales with two convolutions each way."""
+    return _stacked((32, 32, 3), [unet(_size((16, 32, 64), (4, 8)), 10, convolutions=2)])
+
+
+def _vectors(generator, examples):
+    return generator.normal(size=(examples, 784)).astype("float32"), _labels(generator, examples)
+
+
+def _images(generator, examples):
+    return generator.normal(size=(examples, 32, 32, 3)).astype("float32"), _labels(
+        generator, examples
+    )
+
+
+def _series(generator, examples):
+    return generator.normal(size=(examples, 256, 12)).astype("float32"), _labels(
+        generator, examples
+    )
+
+
+def _pixels(generator, examples):
+    x, _ = _images(generator, examples)
+    return x, generator.integers(0, 10, size=x.shape[:-1]).astype("int32")
+
+
+def _labels(generator, examples):
+    return generator.integers(0, 10, size=examples).astype("int32")
+
+
+def _tokens(vocabulary_size=256, context=128):
+    def draw(generator, examples):
+        ids = generator.integers(0, vocabulary_size, size=(examples, context + 1)).astype("int32")
+        return ids[:, :-1], ids[:, 1:]
+
+    return draw
+
+
+def _hub_gpt2():
+    """KerasHub's GPT-2 of 200,000 parameters, without dropout."""
+    import keras_hub
+
+    sizes = {
+        "vocabulary_size": 1000,
+        "num_layers": 2,
+        "num_heads": 4,
+        "hidden_dim": 64,
+        "intermediate_dim": 256,
+    }
+    backbone = keras_hub.models.GPT2Backbone(**sizes, dropout=0.0, max_sequence_length=128)
+    return keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None)
+
+
+def _padded_tokens(generator, examples):
+    ids, labels = _tokens(1000, 64)(generator, examples)
+    return {"token_ids": ids, "padding_mask": np.ones_like(ids)}, labels
+
+
+def _adam(**kwargs):
+    return keras.optimizers.Adam(1e-3, **kwargs)
+
+
+def adamw(**kwargs):
+    return keras.optimizers.AdamW(3e-4, weight_decay=0.1, **kwargs)
+
+
+def _momentum(**kwargs):
+    return keras.optimizers.SGD(0.05, momentum=0.9, **kwargs)
+
+
+MLP_128 = Workload(
+    "MLP 128",
+    10,
+    32,
+    lambda: _mlp([128]),
+    _vectors,
+    _adam,
+    fit_updates=_size(100, 10),
+    step_updates=30,
+    rounds=15,
+    steps_per_execution=_size((1, 10, 100), (1, 100)),
+)
+MLP_2048 = Workload(
+    "MLP 2048",
+    8,
+    64,
+    lambda: _mlp(2 * [_size(2048, 128)]),
+    _vectors,
+    _adam,
+    fit_updates=5,
+    step_updates=2,
+    rounds=5,
+    steps_per_execution=_size((1, 10, 100), (10,)),
+)
+CONVNET = Workload(
+    "ConvNet",
+    8,
+    16,
+    _convnet,
+    _images,
+    _momentum,
+    fit_updates=3,
+    step_updates=3,
+    rounds=5,
+    steps_per_execution=_size((1, 10), (10,)),
+)
+GPT = Workload(
+    "GPT",
+    8,
+    4,
+    lambda: fa.gpt(width=_size(256, 32), layers=_size(4, 1), heads=4, context=128),
+    _tokens(),
+    adamw,
+    fit_updates=_size(3, 2),
+    step_updates=1,
+    rounds=10,
+    steps_per_execution=_size((1, 10), (10,)),
+)
+
+GPT_32K = Workload(
+    "GPT 32k",
+    4,
+    4,
+    lambda: fa.gpt(_size(32_768, 4096), width=128, layers=_size(2, 1), heads=2, context=128),
+    _tokens(_size(32_768, 4096)),
+    adamw,
+    fit_updates=3,
+    step_updates=1,
+    rounds=5,
+    loss=fa.LinearCrossEntropy,
+)
+
+# Small models as people first try them.
+GPT_NANO = dataclasses.replace(
+    GPT, name="GPT nano", build=lambda: fa.gpt(preset="nano", context=128)
+)
+HUB_GPT2 = dataclasses.replace(GPT, name="KerasHub GPT-2", build=_hub_gpt2, draw=_padded_tokens)
+
+ALL = (MLP_128, MLP_2048, CONVNET, GPT)
+
+# Other convolutional networks; their convolutions have no bias where BatchNorm follows, as in the
+# ConvNet.
+CONVOLUTIONAL = tuple(
+    Workload(
+        name,
+        8,
+        batch_size,
+        build,
+        draw,
+        optimizer,
+        fit_updates=2,
+        step_updates=1,
+        rounds=3,
+        steps_per_execution=(10,),
+        # One of the MobileNet's weights is 2.8% from float64 in any program, so that two may be
+        # twice that apart.
+        movement=6e-2 if name == "MobileNet" else MOVEMENT_TOLERANCE,
+    )
+    for name, batch_size, build, draw, optimizer in (
+        ("Conv1D", 16, _conv1d, _series, _adam),
+        ("ResNet20", 8, _resnet20, _images, _momentum),
+        ("MobileNet", 8, _mobilenet, _images, _momentum),
+        ("U-Net", 4, _unet, _pixels, _momentum),
+    )
+)
+
+# The same with Dropout after each hidden block.
+WITH_DROPOUT = {
+    MLP_128: dataclasses.replace(MLP_128, build=lambda: _mlp([128], [0.2])),
+    CONVNET: dataclasses.replace(CONVNET, build=lambda: _convnet([0.2])),
+}
+
+
+# Points on an axis: each function is known by its name in every process, and so are its arguments.
+
+
+def named(name):
+    """The workload of this name.
+
+    >>> named("GPT 32k").update_size
+    16
+    """
+    return {
+        workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K, GPT_NANO, HUB_GPT2)
+    }[name]
+
+
+def with_logits(name):
+    """The workload of this name with Keras's own loss, which needs the logits."""
+    return dataclasses.replace(named(name), loss=_cross_entropy)
+
+
+def divided(name, micro_batches, examples=64):
+    """The workload of this name with updates of `examples` examples, in `micro_batches`
+    micro-batches.
+
+    >>> divided("GPT", 16).batch_size
+    4
+    """
+    return dataclasses.replace(
+        named(name), micro_batches=micro_batches, batch_size=examples // micro_batches
+    )
+
+
+def gpt_of_depth(layers, stacked):
+    """A GPT of width 64 with `layers` layers, as one `LayerStack` or unrolled."""
+    return dataclasses.replace(
+        GPT,
+        micro_batches=2,
+        build=lambda: fa.gpt(width=64, layers=layers, heads=2, context=64, stacked=stacked),
+        draw=_tokens(context=64),
+    )
+
+
+def gpt_of_length(tokens):
+    """A GPT of width 128 with 2 layers on windows of `tokens` tokens, 2 x 4,096 tokens in an
+    update.
+    """
+    return dataclasses.replace(
+        GPT,
+        micro_batches=2,
+        batch_size=4096 // tokens,
+        build=lambda: fa.gpt(width=128, layers=2, heads=2, context=tokens),
+        draw=_tokens(context=tokens),
+    )
+
+
+def scales(variables):
+    """A model of many variables of 4 numbers each: next to no arithmetic."""
+    return Workload(
+        f"{variables:,} variables",
+        2,
+        8,
+        lambda: keras.Sequential([keras.Input((4,)), _Scales(variables)]),
+        _pairs,
+        functools.partial(keras.optimizers.SGD, 0.01),
+        fit_updates=1,
+        step_updates=1,
+        rounds=30,
+        loss=keras.losses.MeanSquaredError,
+    )
+
+
+class _Scales(keras.layers.Layer):
+    """Multiplies by the mean of its weights, vectors as long as the input."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def build(self, input_shape):
+        self.scales = [self.add_weight(input_shape[-1:]) for _ in range(self.count)]
+
+    def call(self, x):
+        return x * keras.ops.mean(keras.ops.stack([weight.value for weight in self.scales]), axis=0)
+
+
+def _pairs(generator, examples):
+    x = generator.normal(size=(examples, 4)).astype("float32")
+    return x, x

@@ -1,0 +1,1 @@
+"""Commands, `python -m benchmarks.tools.NAME`, and the modules that write runs up."""

@@ -1,0 +1,309 @@
+"""Times train steps with XLA and without, for the choice of `jit_compile="auto"`: `python -m
+benchmarks.tools.jit_forms`.
+
+Both forms of a model take turns, step by step, in one process; a time is the median of its steps.
+Names of models as arguments time these alone.
+"""
+
+import statistics
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers as kl
+
+import fastaccum as fa
+from benchmarks.support.blocks import convolved, inverted, residual, unet
+from fastaccum.data.stacks import Batch
+
+MICRO_BATCHES = 4
+SECONDS, FEWEST = 2, 7  # of timing for each model, and rounds of it
+CLASSES = 10
+
+
+def dense(width, depth):
+    return [*(kl.Dense(width, "relu") for _ in range(depth)), kl.Dense(CLASSES)]
+
+
+def images(*layers):
+    return [*layers, kl.GlobalAveragePooling2D(), kl.Dense(CLASSES)]
+
+
+def attention(heads, width):
+    def block(x):
+        y = kl.LayerNormalization()(x)
+        x = kl.Add()([x, kl.MultiHeadAttention(heads, width // heads)(y, y)])
+        y = kl.Dense(4 * width, "gelu")(kl.LayerNormalization()(x))
+        return kl.Add()([x, kl.Dense(width)(y)])
+
+    return block
+
+
+def tokens(width, heads, depth, vocabulary=1000):
+    blocks = (attention(heads, width) for _ in range(depth))
+    return [
+        kl.Embedding(vocabulary, width),
+        *blocks,
+        kl.GlobalAveragePooling1D(),
+        kl.Dense(CLASSES),
+    ]
+
+
+def two_convolutions(convolution, filters, size, pool, *ending):
+    first, second = (convolution(n, size, activation="relu") for n in filters)
+    return [first, pool, second, *ending, kl.Dense(CLASSES)]
+
+
+def patches(size, width, heads, depth):
+    """A vision transformer."""
+    embed = [kl.Conv2D(width, size, size), kl.Reshape((-1, width))]
+    return [
+        *embed,
+        *(attention(heads, width) for _ in range(depth)),
+        kl.GlobalAveragePooling1D(),
+        kl.Dense(CLASSES),
+    ]
+
+
+def stem(*layers, width, heads, depth):
+    """Convolutions over time, then a transformer, as in Whisper."""
+    return [
+        *layers,
+        *(attention(heads, width) for _ in range(depth)),
+        kl.GlobalAveragePooling1D(),
+        kl.Dense(CLASSES),
+    ]
+
+
+IMAGE = (8, 32, 32, 3)
+# What makes the layers; the shape of a micro-batch.
+MODELS = {
+    "dense, narrow": (lambda: dense(128, 2), (32, 784)),
+    "dense, wide": (lambda: dense(1024, 3), (32, 784)),
+    "dense with BatchNorm": (
+        lambda: [kl.Dense(256), kl.BatchNormalization(), kl.ReLU(), *dense(256, 1)],
+        (64, 256),
+    ),
+    "embeddings and dense": (
+        lambda: [kl.Embedding(5000, 32), kl.Flatten(), *dense(128, 2)],
+        (64, 20),
+    ),
+    "Conv1D": (
+        lambda: two_convolutions(
+            kl.Conv1D, (64, 64), 5, kl.MaxPooling1D(), kl.GlobalAveragePooling1D()
+        ),
+        (16, 256, 16),
+    ),
+    "Conv2D, MNIST": (
+        lambda: [
+            kl.Conv2D(32, 3, activation="relu"),
+            kl.MaxPooling2D(),
+            kl.Conv2D(64, 3, activation="relu"),
+            kl.MaxPooling2D(),
+            kl.Flatten(),
+            kl.Dense(CLASSES),
+        ],
+        (16, 28, 28, 1),
+    ),
+    "Conv2D, tiny": (
+        lambda: [kl.Conv2D(8, 3, 2, activation="relu"), kl.Flatten(), *dense(32, 1)],
+        (8, 12, 12, 1),
+    ),
+    "Conv2D, wide dense head": (
+        lambda: [
+            kl.Conv2D(16, 3, activation="relu"),
+            kl.MaxPooling2D(4),
+            kl.Flatten(),
+            *dense(1024, 2),
+        ],
+        (16, 28, 28, 1),
+    ),
+    "Conv3D": (
+        lambda: two_convolutions(
+            kl.Conv3D, (16, 32), 3, kl.MaxPooling3D(), kl.GlobalAveragePooling3D()
+        ),
+        (4, 16, 16, 16, 1),
+    ),
+    "Conv2D, dilated": (
+        lambda: images(*(convolved(16, dilation_rate=d) for d in (1, 2, 4))),
+        IMAGE,
+    ),
+    "depthwise": (
+        lambda: images(
+            kl.Conv2D(32, 1),
+            kl.DepthwiseConv2D(3, padding="same"),
+            kl.ReLU(),
+            kl.DepthwiseConv2D(5, padding="same"),
+            kl.ReLU(),
+        ),
+        IMAGE,
+    ),
+    "separable": (
+        lambda: images(*(kl.SeparableConv2D(32, 3, activation="relu") for _ in range(3))),
+        IMAGE,
+    ),
+    "transposed": (
+        lambda: [
+            *dense(256, 1)[:1],
+            kl.Dense(7 * 7 * 32),
+            kl.Reshape((7, 7, 32)),
+            kl.Conv2DTranspose(32, 4, 2, "same", activation="relu"),
+            *images(kl.Conv2DTranspose(16, 4, 2, "same", activation="relu")),
+        ],
+        (16, 64),
+    ),
+    "U-Net": (lambda: [unet((16, 32, 64), CLASSES), kl.GlobalAveragePooling2D()], (4, 32, 32, 3)),
+    "ResNet": (
+        lambda: images(convolved(16), residual(16), residual(32, 2), residual(64, 2)),
+        IMAGE,
+    ),
+    "MobileNet": (
+        lambda: images(convolved(16, strides=2), inverted(16), inverted(32, 2), inverted(32)),
+        IMAGE,
+    ),
+    "EfficientNet": (
+        lambda: images(
+            convolved(16, strides=2),
+            inverted(16, excite=True),
+            inverted(32, 2, True),
+            inverted(32, excite=True),
+        ),
+        IMAGE,
+    ),
+    "average pooling": (
+        lambda: images(kl.Dense(32, "relu"), kl.AveragePooling2D(2), kl.Dense(64, "relu")),
+        IMAGE,
+    ),
+    "LSTM": (lambda: [kl.LSTM(64), kl.Dense(CLASSES)], (16, 40, 32)),
+    "GRU, two layers": (
+        lambda: [kl.GRU(64, return_sequences=True), kl.GRU(64), kl.Dense(CLASSES)],
+        (16, 40, 32),
+    ),
+    "LSTM, both ways, of text": (
+        lambda: [kl.Embedding(1000, 32), kl.Bidirectional(kl.LSTM(32)), kl.Dense(CLASSES)],
+        (16, 30),
+    ),
+    "ConvLSTM2D": (lambda: images(kl.ConvLSTM2D(8, 3)), (4, 6, 16, 16, 1)),
+    "Conv1D and LSTM": (
+        lambda: [kl.Conv1D(32, 5, 2, activation="relu"), kl.LSTM(32), kl.Dense(CLASSES)],
+        (16, 80, 16),
+    ),
+    "transformer, small": (lambda: tokens(64, 4, 2), (8, 64)),
+    "transformer, large": (lambda: tokens(256, 8, 3), (4, 128)),
+    "ViT, small": (lambda: patches(4, 64, 4, 2), IMAGE),
+    "ViT, large patches": (lambda: patches(16, 192, 6, 3), (4, 128, 128, 3)),
+    "Conv1D stem, transformer": (
+        lambda: stem(
+            kl.Conv1D(128, 3, padding="same", activation="gelu"),
+            kl.Conv1D(128, 3, 2, "same", activation="gelu"),
+            width=128,
+            heads=4,
+            depth=3,
+        ),
+        (4, 128, 40),
+    ),
+    "Conv2D stem, transformer": (
+        lambda: stem(
+            convolved(32, strides=2),
+            convolved(64, strides=2),
+            kl.Reshape((-1, 64)),
+            width=64,
+            heads=4,
+            depth=2,
+        ),
+        IMAGE,
+    ),
+    "ConvNeXt": (
+        lambda: images(kl.Conv2D(32, 4, 4), *(convnext(32) for _ in range(3))),
+        (8, 64, 64, 3),
+    ),
+}
+
+
+def convnext(width):
+    def block(x):
+        y = kl.LayerNormalization()(kl.DepthwiseConv2D(7, padding="same")(x))
+        return kl.Add()([x, kl.Dense(width)(kl.Dense(4 * width, "gelu")(y))])
+
+    return block
+
+
+def make(name):
+    """Makes a model and a stack of numbers for it."""
+    build, (rows, *shape) = MODELS[name]
+    keras.utils.set_random_seed(0)
+    draw = np.random.default_rng(0)
+    layers = build()
+    whole = any(isinstance(layer, kl.Embedding) for layer in layers)
+    inputs = keras.Input(shape, dtype="int32" if whole else None)
+    x = inputs
+    for layer in layers:
+        x = layer(x)
+    stacked = MICRO_BATCHES, rows
+    given = (
+        draw.integers(0, 1000, (*stacked, *shape))
+        if whole
+        else draw.normal(size=(*stacked, *shape))
+    )
+    stack = (
+        given.astype("int32" if whole else "float32"),
+        draw.integers(0, CLASSES, stacked).astype("int32"),
+    )
+    return keras.Model(inputs, x), stack
+
+
+def trainer(name, jit_compile):
+    model, stack = make(name)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return fa.Trainer(
+        model, "adam", loss, gradient_accumulation_steps=MICRO_BATCHES, jit_compile=jit_compile
+    ), stack
+
+
+def seconds(step):
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def race(name):
+    """Times both forms of a model in turn; returns their medians, in ms."""
+    steps = []
+    for jit_compile in (True, False):
+        made, stack = trainer(name, jit_compile)
+        steps.append(lambda made=made, stack=stack: float(made.train_step(stack).loss))
+    for step in steps:
+        step(), step()
+    times, start = [[], []], time.perf_counter()
+    while len(times[0]) < FEWEST or time.perf_counter() - start < SECONDS:
+        for own, step in zip(times, steps, strict=True):
+            own.append(seconds(step))
+    return [1000 * statistics.median(own) for own in times]
+
+
+def chosen(name):
+    """What "auto" is for a model, which nothing compiles."""
+    made, stack = trainer(name, "auto")
+    sample = Batch(*(tf.TensorSpec(each.shape[1:], each.dtype) for each in stack))
+    return made._builder.get_or_build(sample, made._present_options).objective.options.uses_xla
+
+
+def main():
+    print(
+        '| model | with XLA | without | "auto" | "auto" / other |\n| --- | --- | --- | --- | --- |'
+    )
+    for name in sys.argv[1:] or MODELS:
+        times = with_xla, without = race(name)
+        own, form = (with_xla, "with") if chosen(name) else (without, "without")
+        print(
+            f"| {name} | {with_xla:.3g} | {without:.3g} | {form} | "
+            f"{own / (sum(times) - own):.2f} |",
+            flush=True,
+        )
+        keras.backend.clear_session()
+
+
+if __name__ == "__main__":
+    main()
