@@ -17,10 +17,8 @@ from tensorflow.types.experimental import ConcreteFunction
 from fastaccum.adapters import slots
 from fastaccum.adapters.attributes import raw, replaced, restored
 from fastaccum.adapters.losses import Losses
-from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
-from fastaccum.adapters.outputs import Outputs
 from fastaccum.adapters.traces import list_python_calls
 from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Batch, Dispatch
@@ -28,8 +26,8 @@ from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgra
 from fastaccum.distribute.workers import WorkersDifferError
 from fastaccum.kernels import private
 from fastaccum.kernels.gradients import accumulator_dtype
+from fastaccum.step.built_model import BuiltModel
 from fastaccum.step.model_step import ModelStep
-from fastaccum.step.options import Options
 from fastaccum.step.program import Program, make_programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
@@ -61,16 +59,11 @@ class ReplicatedStep(Step):
     all-reduce, of a few scalars.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        model: Model,
-        outputs: Outputs,
-        losses: Losses,
-        metrics: Metrics,
-        optimizer: Optimizer,
-        options: Options,
-    ):
+    def __init__(self, replicas: Replicas, built: BuiltModel):
+        model = built.model
+        losses = built.losses
+        metrics = built.metrics
+        optimizer = built.optimizer
         unknown = metrics.unknown_states
         if unknown:
             raise ValueError(
@@ -101,13 +94,11 @@ class ReplicatedStep(Step):
         replicas.mirror(model.trainable_variables)  # LoRA may be enabled outside the scope
         self._mirror_weights(losses)
         self._build_optimizer(model, optimizer)
-        replicas.unmirror([*metrics.compiled.variables, options.loss_scale])
+        replicas.unmirror([*metrics.compiled.variables, built.options.loss_scale])
         losses.replicas = replicas.count
 
         with first_components():
-            self._step = ModelStep(
-                model, outputs, losses, metrics, optimizer, options, options.uses_xla
-            )
+            self._step = ModelStep(built, compile_parts=built.options.uses_xla)
             self._seeds = model.seeds
         self.objective = self._step.objective
         self.cycle = self._step.cycle

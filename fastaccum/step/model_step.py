@@ -9,16 +9,11 @@ from contextlib import AbstractContextManager
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.adapters.losses import Losses
-from fastaccum.adapters.metrics import Metrics
-from fastaccum.adapters.models import Model
-from fastaccum.adapters.optimizers import Optimizer
-from fastaccum.adapters.outputs import Outputs
 from fastaccum.data.stacks import Batch, Dispatch, trip_count
 from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import diagnosis
+from fastaccum.step.built_model import BuiltModel
 from fastaccum.step.model_objective import ModelObjective
-from fastaccum.step.options import Options
 from fastaccum.step.program import Program, Retraces, make_programs
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
@@ -34,22 +29,16 @@ class ModelStep(Step):
     each of them for one size. Else TensorFlow runs them op by op, and one trace is for all sizes.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        outputs: Outputs,
-        losses: Losses,
-        metrics: Metrics,
-        optimizer: Optimizer,
-        options: Options,
-        compile_parts: bool,
-    ):
-        self.objective = ModelObjective(model, outputs, losses, metrics, options)
+    def __init__(self, built: BuiltModel, compile_parts: bool):
+        options = built.options
+        self.objective = ModelObjective(
+            built.model, built.outputs, built.losses, built.metrics, options
+        )
         self.running = self.objective.running
         self.cycle = TrainStep(
             self.objective,
-            model.trainable_variables,
-            optimizer,
+            built.model.trainable_variables,
+            built.optimizer,
             loss_scale=options.loss_scale,
             clip_norm=options.clip_norm,
             jit_compile=options.uses_xla,

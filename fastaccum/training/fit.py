@@ -303,7 +303,7 @@ def _programs_of(step: Step) -> dict[str, tuple[int, float]]:
     return {name: (len(seconds), sum(seconds)) for name, seconds in made.items() if seconds}
 
 
-def _why_without_xla(recipe: Recipe, calling_python: list[str]) -> str:
+def _why_without_xla(recipe: Recipe, calling_python: Sequence[str]) -> str:
     """Tells why a model trains without XLA, which `jit_compile="auto"` chose: a clause about
     XLA.
     """

@@ -6,16 +6,16 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from fastaccum.adapters import jit_choice, own_loss, remat, slots
-from fastaccum.adapters.attributes import Nest, raw, replaced, restored
+from fastaccum.adapters.attributes import Nest, Variable, raw, replaced, restored
 from fastaccum.adapters.interceptors import Interceptor
 from fastaccum.adapters.keras_models import WithinFit
-from fastaccum.adapters.outputs import Outputs
 from fastaccum.data.stacks import Batch, Layout
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
@@ -26,6 +26,7 @@ from fastaccum.lines import warn
 from fastaccum.memory.analysis import needs_shares
 from fastaccum.memory.guard import Guard
 from fastaccum.step import compilable, padding
+from fastaccum.step.built_model import BuiltModel
 from fastaccum.step.model_step import ModelStep
 from fastaccum.step.options import Options
 from fastaccum.step.probe import probe
@@ -39,6 +40,45 @@ from fastaccum.training.throughput import Throughput
 _FITTING = "fastaccum_fitting"
 
 
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A model's state, of what its user may change between two calls of a Trainer."""
+
+    trained: Sequence[Variable]
+    moving_layers: Sequence[str]  # whose statistics a train step moves, by name
+    slots: Sequence[int]  # identities of the variables that hold replicas' slots
+    recomputed: Sequence[Interceptor]  # what `fa.remat` has put into the model
+
+    def require_same(self, now: Snapshot) -> None:
+        """Raises ValueError if a step that was built for this state is none for the state now."""
+        trained = {id(variable): variable for variable in self.trained}
+        trainable = {id(variable): variable for variable in now.trained}
+        if list(trained) != list(trainable):
+            removed = [variable for key, variable in trained.items() if key not in trainable]
+            added = [variable for key, variable in trainable.items() if key not in trained]
+            changed = [getattr(v, "path", v.name) for v in (*removed, *added)]
+            raise ValueError(
+                "The model's trainable variables have changed since this Trainer was built: "
+                f"{sorted(changed)}. If the `trainable` of a layer was switched, switch it back; "
+                "to train it as it is now, make a new Trainer, and a new optimizer if a layer "
+                "was unfrozen."
+            )
+
+        switched = sorted(set(self.moving_layers) ^ set(now.moving_layers))
+        if switched:
+            raise ValueError(
+                f"`trainable` of {switched} was switched since this Trainer was built: switch "
+                "back, or make a new Trainer."
+            )
+
+        if self.slots != now.slots:
+            raise ValueError(
+                "The optimizer's slots have moved since this Trainer was built: another Trainer "
+                "shares them out in another way (shard_optimizer). Make a new Trainer, with this "
+                "optimizer, to train on."
+            )
+
+
 class StepBuilder:
     """Builds the step of a model once, and chooses the layout of its stacks."""
 
@@ -46,58 +86,56 @@ class StepBuilder:
         self.recipe = recipe
         self._model = recipe.model
         self.fingerprint = RunFingerprint(recipe)
-        self._compilation: tuple[Any, Any] = (None, None)
-        self.step: Step | None = None  # before the first `get_or_build`
+        self._compilation: tuple[Any, Any] = (None, None)  # as `_compile` left it
         self.throughput: Throughput | None = None  # of the last epoch of a fit
+
+        # Each of these is set by the first `get_or_build`.
+        self.step: Step | None = None
         self.sample: Batch | None = None  # specs of the micro-batch that the step was built for
+        self.calling_python: Sequence[str] = ()  # what calls Python, by name
         # What the model's own loss computes otherwise if an update is split otherwise, by name.
-        self.split_sensitive: list[str] = []
-        self.calling_python: list[str] = []  # what calls Python, which XLA cannot compile, by name
-        self._moving: list[str] = []
-        self._slots: list[int] = []  # the identities of the variables that hold them
-        self._recomputed: list[Interceptor] = []
+        self.split_sensitive: Sequence[str] = ()
+        self._snapshot: Snapshot | None = None
 
     @graph_scoped_gradients()
     @without_collection()
     def get_or_build(self, sample: Batch, options: Options) -> Step:
         """Returns the step, which is built once, from specs of a micro-batch.
 
-        Raises: ValueError: raised if the model has changed since, or cannot be trained.
+        Raises:
+            ValueError: raised if the model has changed since, or cannot be trained.
         """
         self._model.require_inputs(sample.x)
         if self.step is None:
-            step = self._build(sample, options)
+            built = self._build(sample, options)
+            step = self._make_step(built, chosen_by_user=options.jit_compile != "auto")
             step.guard = Guard(step)
             self.fingerprint.require_one_program(step.objective.options, sample)
             if not self._is_fitting:
                 self._compile(step.running)
-            self._moving = self._model.moving_layers
             with replicas.on_first_replica(self.recipe.replicas):
-                self.split_sensitive = probe(step.objective, sample)
-            self._recomputed = remat.installed(self._model.model)
-            self._slots = self._places_of_slots()
+                split_sensitive = probe(step.objective, sample)
             # These come last: a step that is refused may be built again with other options.
-            self.step = step
+            self.calling_python = built.calling_python
+            self.split_sensitive = split_sensitive
             self.sample = sample
+            self.step = step
+            self._snapshot = self._take_snapshot()
 
-        recomputed = remat.installed(self._model.model)
-        if self._recomputed != recomputed:
-            self._recomputed = recomputed
+        assert self._snapshot is not None
+        now = self._take_snapshot()
+        if now.recomputed != self._snapshot.recomputed:
             self.step.retrace()
-        self.require_same_weights()
-        if self._slots != self._places_of_slots():
-            raise ValueError(
-                "The optimizer's slots have moved since this Trainer was built: another Trainer "
-                "shares them out in another way (shard_optimizer). Make a new Trainer, with this "
-                "optimizer, to train on."
-            )
+            self._snapshot = dataclasses.replace(self._snapshot, recomputed=now.recomputed)
+        self._snapshot.require_same(now)
         if not self._model.takes_targets_apart:
             # Targets for other outputs, on a program that exists, would be an obscure error of
             # tf.function's.
-            self.recipe.losses.require_targets(self._outputs, sample.y)
+            self.recipe.losses.require_targets(self.step.objective.outputs, sample.y)
         return self.step
 
-    def _build(self, sample: Batch, options: Options) -> Step:
+    def _build(self, sample: Batch, options: Options) -> BuiltModel:
+        """Calls the model symbolically, builds what trains it, and chooses `jit_compile`."""
         recipe = self.recipe
         model = self._model
         losses = recipe.losses
@@ -127,18 +165,17 @@ class StepBuilder:
         outputs = model.OUTPUTS(
             model.output_names, y_pred, recipe.given["loss"], model.overrides("compute_loss")
         )
-        self._outputs = outputs
         losses.build(outputs, y_true, model.takes_targets_apart)
         names = losses.log_names
         metrics.build(outputs, y_true, names, model.own_metrics, model.own_reset, model.own_results)
 
-        self.calling_python = compilable.list_python_callers(model, losses, metrics)
+        calling_python = compilable.list_python_callers(model, losses, metrics)
         if options.jit_compile:
             weights = sample.sample_weight
             if own_loss.calls_python(model, sample.x, sample.y, y_pred, weights):
-                self.calling_python.append(f"{type(model.model).__name__}.compute_loss")
-        if options.jit_compile and self.calling_python:
-            options = self._without_xla(options, self.calling_python, may_fall_back)
+                calling_python.append(f"{type(model.model).__name__}.compute_loss")
+        if options.jit_compile and calling_python:
+            options = self._without_xla(options, calling_python, may_fall_back)
 
         if not losses.outputs:
             own_loss.require_any(model, called=True)
@@ -146,28 +183,41 @@ class StepBuilder:
             raise ValueError(
                 f"model {model.model.name!r} has no trainable variables: there is nothing to train."
             )
-        return self._make_step(outputs, options, may_fall_back)
+        return BuiltModel(
+            model, outputs, losses, metrics, recipe.optimizer, options, calling_python
+        )
 
-    def _make_step(self, outputs: Outputs, options: Options, may_fall_back: bool) -> Step:
-        """Makes a step for one device, or for replicas with all of the slots or a share of them."""
-        recipe = self.recipe
-        parts = (self._model, outputs, recipe.losses, recipe.metrics, recipe.optimizer, options)
-        if recipe.replicas is None:
-            compile_parts = options.uses_xla and (has_gpu() or not may_fall_back)
-            return ModelStep(*parts, compile_parts=compile_parts)
+    def _make_step(self, built: BuiltModel, chosen_by_user: bool) -> Step:
+        """Makes a step for one device, or for replicas with all of the slots or a share of them.
 
-        if self._shards(options):
+        `chosen_by_user` tells that `jit_compile` was not "auto".
+        """
+        all_replicas = self.recipe.replicas
+        if all_replicas is None:
+            compile_parts = built.options.uses_xla and (has_gpu() or chosen_by_user)
+            return ModelStep(built, compile_parts)
+
+        if self._shards(built.options):
             try:
-                return ShardedStep(recipe.replicas, *parts)
+                return ShardedStep(all_replicas, built)
             except ValueError:
-                if options.shard_optimizer is True:
+                if built.options.shard_optimizer is True:
                     raise
-        return ReplicatedStep(recipe.replicas, *parts)
+        return ReplicatedStep(all_replicas, built)
+
+    def _take_snapshot(self) -> Snapshot:
+        return Snapshot(
+            trained=list(self._model.trainable_variables),
+            moving_layers=list(self._model.moving_layers),
+            slots=self._places_of_slots(),
+            recomputed=remat.installed(self._model.model),
+        )
 
     def _without_xla(self, options: Options, callers: list[str], may_fall_back: bool) -> Options:
         """Returns options without XLA for what calls Python, and warns of it.
 
-        Raises: ValueError: raised if the user has chosen XLA.
+        Raises:
+            ValueError: raised if the user has chosen XLA.
         """
         problem = (
             f"XLA cannot compile {', '.join(callers)}, which call Python (tf.py_function, "
@@ -264,35 +314,13 @@ class StepBuilder:
 
     def require_same(self) -> None:
         """Raises ValueError if a callback has compiled the model or switched what it trains."""
-        self.require_same_weights()
+        assert self._snapshot is not None
+        self._snapshot.require_same(self._take_snapshot())
         if self._model.compiled_since(self._compilation):
             raise ValueError(
                 "The model was compiled anew within this fit, by a callback or by another "
                 "Trainer. As in Keras, that cannot change a training under way: end the fit, and "
                 "make a new Trainer."
-            )
-
-    def require_same_weights(self) -> None:
-        """Raises ValueError if `trainable` attributes are not those that the step was built for."""
-        trained_by_step = () if self.step is None else self.step.cycle.trained
-        trained = {id(variable): variable for variable in trained_by_step}
-        trainable = {id(variable): variable for variable in self._model.trainable_variables}
-        if list(trained) != list(trainable):
-            removed = [variable for key, variable in trained.items() if key not in trainable]
-            added = [variable for key, variable in trainable.items() if key not in trained]
-            changed = [getattr(v, "path", v.name) for v in (*removed, *added)]
-            raise ValueError(
-                "The model's trainable variables have changed since this Trainer was built: "
-                f"{sorted(changed)}. If the `trainable` of a layer was switched, switch it back; "
-                "to train it as it is now, make a new Trainer, and a new optimizer if a layer "
-                "was unfrozen."
-            )
-
-        moved = sorted(set(self._moving) ^ set(self._model.moving_layers))
-        if moved:
-            raise ValueError(
-                f"`trainable` of {moved} was switched since this Trainer was built: switch back, "
-                "or make a new Trainer."
             )
 
     def training_layout(self, options: Options) -> Layout:
