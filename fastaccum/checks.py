@@ -47,16 +47,16 @@ def class_weight(value: object) -> dict[int, float] | None:
     if value is None:
         return None
     rule = (
-        "must map class indices from 0 to factors of at least 0, finite in float32 and none 0 "
-        "there that is not 0"
+        "must map class indices from 0 to factors of at least 0 that are finite in float32 and "
+        "are not rounded to 0 there"
     )
     if not isinstance(value, Mapping) or not value:
         raise TypeError(f"class_weight={value!r} {rule}, as in {{0: 1.0, 1: 5.0}}.")
     if any(isinstance(factor, Mapping) for factor in value.values()):
         raise TypeError(
-            f"class_weight={value!r} has weights for several outputs, and must have those of "
-            "one: pass sample_weight, by output, as in sample_weight={'a': "
-            "weights_a[labels_a], 'b': weights_b[labels_b]}."
+            f"class_weight={value!r} has weights for several outputs, and it can weight only one: "
+            f"pass sample_weight, by output, as in sample_weight={{'a': weights_a[labels_a], 'b': "
+            f"weights_b[labels_b]}}."
         )
     for index, factor in value.items():
         of_type = isinstance(index, numbers.Integral) and isinstance(factor, numbers.Real)

@@ -45,7 +45,8 @@ def as_tensor(name: str, value: object) -> tf.Tensor:
         ) from error
     if tf.is_symbolic_tensor(converted) and not _reachable(converted.graph):
         raise ValueError(
-            f"{name}={shown(converted)} is a tensor of a graph that was left: return it from there."
+            f"{name}={shown(converted)} is a tensor of a graph that is no longer being built: "
+            "return it from there."
         )
     return converted
 

@@ -477,8 +477,8 @@ def _as_segments(
     is_padded = mask.queries is not None or mask.keys is not None
     if is_padded and query_ids.dtype.size > 4:
         raise _NotFused(
-            "documents of 64-bit ids beside padding, which takes an id of its own: cast them to "
-            "int32"
+            "64-bit segment ids beside padding, which takes a segment id of its own: cast the ids "
+            "to int32"
         )
 
     # Padding takes the ids 1 and 2, so those of documents become multiples of 4.

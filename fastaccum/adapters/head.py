@@ -179,7 +179,7 @@ class FusedHeadLoss:
 
         # The attribute is public in Keras 3, and private in tf_keras.
         autocast = "autocast" if hasattr(self.head, "autocast") else private.autocast.name
-        left_out = Interceptor(self.head, "call", pass_on, Role.LEAVE_OUT)
+        left_out = Interceptor(self.head, "call", pass_on, Role.BYPASS)
         with intercepting([left_out]), replaced([(self.head, autocast, False)]):
             yield
 
@@ -367,8 +367,8 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
     mode = getattr(layer, "quantization_mode", None)
     if mode is not None:
         raise ValueError(
-            f"{what} is quantised to {mode}: its logits are not those of its kernel, which "
-            f"LinearCrossEntropy computes with. Use {KERAS_LOSS}, or quantise the model after "
+            f"{what} is quantised to {mode}, and LinearCrossEntropy would compute its logits from "
+            f"a kernel that is not quantised. Use {KERAS_LOSS}, or quantise the model after "
             "training."
         )
 

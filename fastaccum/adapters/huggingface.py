@@ -164,9 +164,9 @@ def make_terms(
                 "a mean is needed: set it to 'mean'."
             )
         warn(
-            f"{type(model).__name__} reduces its loss to a scalar by itself: it counts as the "
-            "mean over the rows of its micro-batch, which the full batch's loss is only if that "
-            "divides by rows, each on its own.",
+            f"{type(model).__name__} returns its loss as a scalar, which fastaccum takes for the "
+            "mean over the rows of a micro-batch. The update is exact only if the model computes "
+            "each row on its own and divides by the number of rows.",
             UserWarning,
         )
     return [_rows(loss, rows, valid)]

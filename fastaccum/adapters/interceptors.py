@@ -31,7 +31,7 @@ class Role(enum.IntEnum):
     PRECISION = enum.auto()  # weight gradients in float32
     RECOMPUTE = enum.auto()  # runs what it wraps again in the backward pass
     OBSERVE = enum.auto()  # looks at arguments or results
-    LEAVE_OUT = enum.auto()  # passes the input on: the loss computes the layer
+    BYPASS = enum.auto()  # returns the input unchanged, since the loss computes the layer
 
 
 class Interceptor(NamedTuple):

@@ -56,8 +56,8 @@ class Output(NamedTuple):
     loss: keras.losses.Loss
     weight: float | Variable  # a variable is read in each step
     classes: int | None  # set if labels are class indices
-    # Set if each row's loss has a factor `rows**p`: p, or p + 1 with the reduction "sum", which
-    # then counts as a mean.
+    # The exponent p if the loss of each row has a factor `rows**p`, where rows is the size of the
+    # batch. With reduction="sum" it is p + 1, since a sum over rows is `rows` times their mean.
     power: float | None = None
     # set if the loss is one number for a batch, or a pair of numbers
     scalar: scalar_losses.ScalarLoss | None = None

@@ -60,9 +60,10 @@ def get(
             continue
         if vars(optimizer).pop(saved.SKIPPED, False):
             warn(
-                f"optimizer={type(optimizer).__name__} starts afresh: the state in its file "
-                "is not of what the loaded model trains, or Keras did not compile that. Is "
-                "LoRA lost? See docs/guides/saving.md."
+                f"optimizer={type(optimizer).__name__} starts without its saved state: the state "
+                "in the file does not fit the weights that the loaded model trains, or Keras did "
+                "not compile the loaded model. If the model was saved with LoRA, see "
+                "docs/guides/saving.md."
             )
         return family(optimizer)
     raise TypeError(
@@ -174,7 +175,7 @@ class Optimizer:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self.optimizer = optimizer
-        # that it was built with; while shared out over devices, those of one
+        # The weights that `build` made slots for. With a sharded optimizer: those of one device.
         self.trained: list[Variable] = []
         self.elsewhere: set[int] = set()  # ids of the weights and slots of other devices
         for part in self.parts:

@@ -134,7 +134,8 @@ def _are_all_here(own: keras.optimizers.Optimizer) -> bool:
 def _save_none(own: keras.optimizers.Optimizer, store: object) -> None:
     name = type(own).__name__
     warn(
-        f"{name} is saved without its slots, which workers share out: checkpoint_dir has them all.",
+        f"{name} is saved without its slots, since each worker holds a share of them: "
+        "checkpoint_dir has them all.",
         UserWarning,
     )
 

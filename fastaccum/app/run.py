@@ -183,7 +183,7 @@ def resume(options: argparse.Namespace) -> Run:
     if asked is not None:
         if asked < steps:
             raise ValueError(
-                f"--steps {asked}: the run in {options.resume} is one of {steps}: leave --steps "
+                f"--steps {asked}: the run in {options.resume} has {steps} steps: leave --steps "
                 "out, or give more"
             )
         steps = asked

@@ -242,9 +242,9 @@ class Saver:
         fit.stacks.find(data, self._pieces, recut)
         if fit.split_sensitive_layers:
             warn(
-                f"Training goes on in other pieces ({self._pieces}), which "
-                f"{', '.join(fit.split_sensitive_layers)} depend on: the numbers will not be "
-                "those of the uninterrupted training."
+                f"Training goes on in other pieces ({self._pieces}), and "
+                f"{', '.join(fit.split_sensitive_layers)} depend on them: the results will differ "
+                "from those of the uninterrupted training."
             )
 
     def _take_settings(self) -> list[settings.Change]:

@@ -388,9 +388,9 @@ class DatasetStacks:
         has_all = len(begun.rows) == begun.dropped > 0  # what ended before has an error of its own
         if has_all and rows != self._passes.rows and not self._sharded_by_workers:
             raise ValueError(
-                f"{self.what} yields {rows} rows in the {begun.dropped} train steps that were done "
-                f"of the pass, where they had {self._passes.rows}: pass batches of as many rows as "
-                "the checkpoint was made with."
+                f"{self.what}: the {begun.dropped} train steps of this pass that were done before "
+                f"the checkpoint now have {rows} rows, where they had {self._passes.rows}: pass "
+                "batches of as many rows as the checkpoint was made with."
             )
         if (
             begun.checksum is not None
@@ -416,9 +416,10 @@ class DatasetStacks:
                 self._note_first_step(batches, rows)
             if rows_of_last != self._full_rows:
                 warn(
-                    f"{self.what}: a train step within a pass is of {rows_of_last} rows instead of "
-                    f"{self._full_rows}, so that training in other pieces is not what was saved: "
-                    "batch rows in one place, after all else."
+                    f"{self.what}: a train step in the middle of a pass has {rows_of_last} rows "
+                    f"instead of {self._full_rows}, so a training that is resumed in other pieces "
+                    "would differ from this one: make batches of one size, by a single .batch() "
+                    "at the end of the pipeline."
                 )
             rows_of_last = rows if self._full_rows else 0
             place = self._passes.mark()
@@ -439,9 +440,9 @@ class DatasetStacks:
         may_differ = self._full_rows or self._sizes.rows_vary
         if expected and expected != rows and not may_differ:
             warn(
-                f"{self.what}: the first train step of a pass is of {rows} rows, of "
-                f"{expected} before the checkpoint. If its batches are others, train on "
-                "with those that it was saved with."
+                f"{self.what}: the first train step of a pass has {rows} rows, and it had "
+                f"{expected} before the checkpoint. If the batches have changed, pass those that "
+                "the checkpoint was made with."
             )
         self._checksum = _checksum_of_rows(batches)
         self._first_step = {"rows": rows, "checksum": self._checksum}

@@ -241,10 +241,10 @@ class Passes:
             if _moves_state(self._pipeline):
                 read_again = "a pass and all earlier passes"
             warn(
-                f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). To resume, "
-                f"fit reads again and drops what was used of {read_again}: "
-                "exact, with nothing to do, if the data are the same in the same order then, as "
-                "lists and arrays are."
+                f"{what}: TensorFlow cannot save the iterator's state ({obstacle}). A resumed fit "
+                f"reads {read_again} again and drops the batches that were used. That is exact if "
+                "the data come again in the same order, as lists and arrays do; then there is "
+                "nothing to do."
             )
         if _unseeded(self._pipeline):
             warn(

@@ -181,11 +181,11 @@ class Sizes:
     def _require_one_replica(self) -> None:
         if self._layout.replicas > 1:
             raise ValueError(
-                f"{self._what}: the micro-batches of one train step have rows of different "
-                "shapes, and nothing in the model or its loss leaves padding out. On several "
-                "replicas, make them alike: by dataset.padded_batch(k * b).unbatch().batch(b) "
-                "for k micro-batches of b rows, or by as many steps in each k batches that a "
-                "PyDataset or a generator yields."
+                f"{self._what}: the micro-batches of one train step have rows of different shapes, "
+                "and padding them would change what the model or its loss computes. Several "
+                "replicas need rows of one shape: use dataset.padded_batch(k * "
+                "b).unbatch().batch(b) for k micro-batches of b rows, or let a PyDataset or a "
+                "generator give all k batches of a step one shape."
             )
 
     def _make_stacks_apart(self, batches: list[Batch], rows: list[int]) -> tuple[Batch, ...]:
@@ -243,10 +243,10 @@ class Sizes:
         if share > SHARE_WORTH_A_WARNING or self._layout.one_trace == "at first":
             shown = " or ".join(map(str, sizes))
             warn(
-                f"{self._what}: batches differ in their rows. From here on XLA computes "
-                f"micro-batches of {shown} rows, and compiles each when it first comes. Of the "
-                f"first {len(self._totals)} updates that differ, {share:.0%} of the rows "
-                "computed would only fill these up. For none that fills up, cut equal batches, "
+                f"{self._what}: batches have different numbers of rows. From here on micro-batches "
+                f"are padded to {shown} rows, and XLA compiles a program for each size when it "
+                f"first occurs. Of the first {len(self._totals)} updates that vary, {share:.0%} of "
+                "the rows computed would be padding. To compute no padding, make equal batches, "
                 "as dataset.unbatch().batch(batch_size) does."
             )
         return smaller
@@ -256,9 +256,9 @@ class Sizes:
         if self._steps_apart == STEPS_TO_LEARN and self._layout.one_trace == "at first":
             warn(
                 f"{self._what}: micro-batches differ in their {what}. TensorFlow runs each as it "
-                "is, op by op, since XLA would compile a program for each size, or for a few "
-                "lengths where the model leaves padding out, for seconds each. Long trainings "
-                "may earn that back (jit_compile=True); or make batches of one size "
+                "is, op by op. XLA would compile for seconds for each size, or for a few lengths "
+                "where padding does not change what the model computes. In a long training that "
+                "may pay off (jit_compile=True); or make batches of one size "
                 "(docs/guides/varying-batches.md).",
                 UserWarning,
             )

@@ -110,13 +110,14 @@ def _batches(
 
     if not rows.is_array_nest(x):
         raise TypeError(
-            f"{what} is a {type(x).__name__}, but this model preprocesses what it is given: pass "
-            "arrays, lists or a tf.data.Dataset of its raw inputs, or set model.preprocessor = "
-            "None for batches that are preprocessed."
+            f"{what} is a {type(x).__name__}, but this model preprocesses its inputs: pass arrays, "
+            "lists or a tf.data.Dataset of raw inputs, or set model.preprocessor = None for "
+            "batches that are preprocessed."
         )
     if y is None and sample_weight is not None:
         raise ValueError(
-            "sample_weight without y: weights that are the preprocessing's own are made from x."
+            "sample_weight without y: this model's preprocessor makes y and its weights from x. "
+            "Leave sample_weight out, or pass y too."
         )
     batch = Batch(*(() if each is None else tensors(each) for each in (x, y, sample_weight)))
     if any(each.shape.rank == 0 for each in tf.nest.flatten(batch)):

@@ -109,10 +109,10 @@ class Layout(NamedTuple):
         size = -(-rows // self.replicas)
         if self.exact_rows and rows % self.replicas:
             raise ValueError(
-                f"A micro-batch of {rows} rows cannot be cut into equal shards for "
-                f"{self.replicas} replicas, and in this model (batch statistics, added losses), "
-                "its loss or its metrics a row that only pads would count: use a batch_size, "
-                f"and a number of rows, that {self.replicas} divides."
+                f"A micro-batch of {rows} rows cannot be split equally over {self.replicas} "
+                "replicas. Padding it would change the result, since in this model (batch "
+                "statistics, added losses), its loss or its metrics a padded row counts. Use a "
+                f"batch_size, and a number of rows, that {self.replicas} divides."
             )
         own = np.arange(size * self.replicas).reshape(self.replicas, size)[self.shards].ravel()
         return np.minimum(own, rows - 1), own < rows

@@ -1,9 +1,8 @@
-"""Deals a model's weights out to the replicas, and lays them out in the buffers that replicas
-exchange.
+"""Assigns a model's weights to replicas, and lays them out in the buffers of collectives.
 
-Gradients are reduced in rounds, in the order of the weights. Several workers gather new weights
-from lines: an owner's, one after the other, padded to one length. The buffer of a round has an
-equally long segment of each owner's line.
+Gradients are reduced in rounds, in the order of the weights. To gather new weights, each replica
+concatenates the weights that it owns into a line, and lines are padded to one length. The buffer
+of a round holds an equally long segment of each replica's line.
 """
 
 from __future__ import annotations

@@ -131,9 +131,9 @@ class ShardedStep(ReplicatedStep):
         for replica, places in enumerate(self._owned):
             if all(gradients[place] is None for place in places):
                 raise ValueError(
-                    f"shard_optimizer: of the weights that replica {replica} would own, "
-                    f"{[self._trained[place].path for place in places]}, none has a gradient. Pass "
-                    "shard_optimizer=False, or switch their `trainable` off."
+                    f"shard_optimizer: replica {replica} would own the weights "
+                    f"{[self._trained[place].path for place in places]}, and none of them has a "
+                    "gradient. Pass shard_optimizer=False, or set their `trainable` to False."
                 )
 
         traced = []

@@ -212,9 +212,9 @@ def specs(sample: Batch, rows: int) -> Batch:
     for leaf in tf.nest.flatten(sample):
         if not leaf.shape[1:].is_fully_defined():
             raise ValueError(
-                f"The data's rows are of shape {tuple(leaf.shape[1:])}: what memory they need is "
-                "not known. Pad all to one length (.padded_batch with padded_shapes), or plan "
-                "with arrays of the longest rows there are."
+                f"The data's rows have shape {tuple(leaf.shape[1:])}: their memory cannot be "
+                "planned while an axis is unknown. Pad all to one length (.padded_batch with "
+                "padded_shapes), or plan with arrays of the longest rows there are."
             )
     return tf.nest.map_structure(
         lambda spec: tf.TensorSpec([rows, *spec.shape[1:]], spec.dtype), sample

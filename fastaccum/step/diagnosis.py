@@ -73,7 +73,7 @@ def error(
     try:
         lines += _findings(_Failed(cycle, objective, stacks, place))
     except Exception as failure:  # the error matters more than its explanation
-        lines.append(f"Why could not be found out: {type(failure).__name__}: {failure}")
+        lines.append(f"The cause could not be found: {type(failure).__name__}: {failure}")
     return NonFiniteError("\n  ".join(lines))
 
 

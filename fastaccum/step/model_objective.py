@@ -401,18 +401,18 @@ class ModelObjective(Objective):
             self.model.row_counter = None
             warn(
                 f"A layer of {self.model.model.name!r} computes with the number of rows in its "
-                f"batch (see {row_counter}): here that of each micro-batch on each replica, not "
-                "that of the update. Give the layer a number of its own, such as batch_size * "
-                "gradient_accumulation_steps.",
+                f"batch (see {row_counter}). Here that is the number of rows of a micro-batch on "
+                "one replica, and not of the update. Give the layer a number of its own, such as "
+                "batch_size * gradient_accumulation_steps.",
                 UserWarning,
             )
         names = self.metrics.of_last_micro_batch
         if names:
             self.metrics.of_last_micro_batch = []
             warn(
-                f"compute_metrics of {self.model.model.name!r} returned {names} as plain "
-                "numbers, whose logs are those of the last micro-batch. For the whole epoch's, "
-                "update a keras.metrics.Mean that the model holds, in place of each.",
+                f"compute_metrics of {self.model.model.name!r} returned {names} as plain numbers, "
+                "so their logs show the last micro-batch alone. To log the whole epoch, update a "
+                "keras.metrics.Mean that the model holds, in place of each.",
                 UserWarning,
             )
 
@@ -585,14 +585,14 @@ def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
     if regularised:
         raise ValueError(
             f"own_loss_reduction='sum', but the activity regularisers of {regularised} are means "
-            "over rows: add what they compute by add_loss, as a sum, or one value for each row, "
+            "over rows. Call add_loss in their place, with a sum, or with one value for each row, "
             "which needs no own_loss_reduction."
         )
     if model.compute_loss_adds_penalty:
         raise ValueError(
-            "own_loss_reduction='sum', but the compute_loss of a tf_keras model has its weight "
-            "regularisers in each micro-batch: let it return a mean over rows, to which they add "
-            "up once."
+            "own_loss_reduction='sum', but the compute_loss of a tf_keras model adds the weight "
+            "regularisers in each micro-batch, and a sum would count them once for each: let "
+            "compute_loss return a mean over rows."
         )
     return ["sum"] * len(model.added_reductions)
 

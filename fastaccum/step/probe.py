@@ -66,11 +66,11 @@ def _require_sums(objective: ModelObjective, traced: ConcreteFunction) -> list[s
     of_outputs = len(objective.losses.outputs)
     if normalized is not None and "sum" in objective.reductions[:of_outputs]:
         raise ValueError(
-            f"{name}.compute_loss weights its compiled loss by what it finds in the whole batch "
-            f"({normalized}), and the loss's reduction is 'sum': over micro-batches, each with "
-            "weights of its own, the sums add up to something else. Write the step with "
-            "fastaccum.TrainStep, whose loss function returns (model.compute_loss(x, y, "
-            "model(x, training=True), None) * rows, rows)."
+            f"{name}.compute_loss weights its compiled loss by what it computes from the whole "
+            f"batch ({normalized}), and the loss's reduction is 'sum'. Each micro-batch would "
+            "compute weights of its own, so the sums would not add up to the batch's loss. Write "
+            "the step with fastaccum.TrainStep, whose loss function returns "
+            "(model.compute_loss(x, y, model(x, training=True), None) * rows, rows)."
         )
     by_row = not objective.model.mixes_rows and not objective.model.moving_layers
     beyond = [

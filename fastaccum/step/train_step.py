@@ -173,8 +173,8 @@ class TrainStep:
         self.trained = listed("variables", variables)
         if not self.trained:
             raise ValueError(
-                "variables is empty. Was the model not built? Then call it once, or build it, "
-                "before."
+                "variables is empty: a model has variables only after it is built, so call it on "
+                "a batch, or build it, before."
             )
         self.variables = tf_variables("variables", self.trained)
         _require_trainable(self.variables)

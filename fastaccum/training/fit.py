@@ -349,7 +349,8 @@ def _train_epoch(
             break
     if pending is None:
         raise ValueError(
-            "The data ended before the place to go on from: pass what the checkpoint was made with."
+            "The data ended before the place where training is to go on: pass the data that the "
+            "checkpoint was made with."
         )
     logs = dict(late)  # reading them waits for the last step, and raises what went wrong in it
     step.running.stuck_steps.warn(executed.stuck)

@@ -47,7 +47,7 @@ def make_plan(
         checks.one_of("recompute", recompute, ("auto",))
     if options.jit_compile is False:
         raise ValueError(
-            "jit_compile=False: what a step needs is read off XLA's plan of its memory, and "
+            "jit_compile=False: the memory of a step is read off XLA's plan, and without XLA "
             "there is none. Make the Trainer with jit_compile='auto', or pass a batch_size."
         )
     instead = "pass a batch_size: what fits is read off an XLA program"
@@ -104,8 +104,8 @@ def summarize(
     """
     if is_read_once(x):
         raise TypeError(
-            f"x is a {type(x).__name__}, which would lose what is read of it: pass one of its "
-            "batches."
+            f"x is a {type(x).__name__}, and reading a batch from it would lose that batch: pass "
+            "one of its batches."
         )
     sample = builder.sample
     if x is not None:

@@ -71,7 +71,8 @@ class TrainStepInputs:
             try:
                 late.require()
             except Exception:
-                self._pending = None  # not applied, for what came before it
+                # The new step was skipped too, because the step before it failed.
+                self._pending = None
                 raise
         return executed.result
 

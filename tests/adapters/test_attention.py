@@ -528,8 +528,8 @@ def test_no_two_documents_of_large_ids_become_one(monkeypatch, padding):
     whole = in_keras(stock(make), *padded())
     weights, choices = trained(stock(make), *padded(), "auto")
     reason = (
-        "unfused: documents of 64-bit ids beside padding, which takes an id of its own: cast "
-        "them to int32"
+        "unfused: 64-bit segment ids beside padding, which takes a segment id of its own: cast "
+        "the ids to int32"
     )
     assert choices == [reason if padding else "fused: blockwise"] * 2
     assert largest_difference(weights, whole) < 2e-7

@@ -147,7 +147,7 @@ def test_sums_whose_regularisers_would_count_for_each_micro_batch(family):
     options = {"optimizer": "sgd", "jit_compile": False, "own_loss_reduction": "sum"}
     if family is tf_keras:
         with pytest.raises(
-            ValueError, match=r"the compute_loss of a tf_keras model has its weight"
+            ValueError, match=r"the compute_loss of a tf_keras model adds the weight"
         ):
             fa.Trainer(tagger(family, compute_loss=compute_loss), **options).fit(X, Y, verbose=0)
     else:

@@ -315,7 +315,7 @@ def test_a_run_is_extended_as_fit_with_more_epochs_is(tmp_path, source, monkeypa
     with pytest.raises(SystemExit, match="2"):
         cli.main(["train", "--resume", "run", "--steps", "20"])
     assert (
-        "--steps 20: the run in run is one of 30: leave --steps out, or give more"
+        "--steps 20: the run in run has 30 steps: leave --steps out, or give more"
         in capsys.readouterr().err
     )
     printed = said(capsys, "train", "--resume", "run", "--steps", "30")

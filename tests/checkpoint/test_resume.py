@@ -611,7 +611,7 @@ def test_data_that_end_before_the_place_to_go_on_from(tmp_path):
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "verbose": 0}
     with pytest.raises(Interruption):
         shared().fit(batches(12), callbacks=[StopAfter(3)], **options)
-    with pytest.raises(ValueError, match="ended before the place to go on from"):
+    with pytest.raises(ValueError, match="ended before the place where training is to go on"):
         shared().fit(batches(3), **options)
 
 
@@ -629,11 +629,12 @@ def test_batches_of_other_sizes_do_not_go_on_in_silence(tmp_path):
         stopped = {"callbacks": [StopAfter(2)], "checkpoint_dir": tmp_path / "a"}
         shared().fit(other_batches(8, "generator"), **stopped, **once)
     with pytest.raises(
-        ValueError, match="rows in the 2 train steps that were done of the pass, where they had"
+        ValueError,
+        match="the 2 train steps of this pass that were done before the checkpoint now have",
     ):
         shared().fit(other_batches(4, "generator"), checkpoint_dir=tmp_path / "a", **once)
     shared().fit(other_batches(8, "dataset").rebatch(8), checkpoint_dir=tmp_path / "b", **once)
-    with pytest.warns(RuntimeWarning, match="the first train step of a pass is of"):
+    with pytest.warns(RuntimeWarning, match="the first train step of a pass has"):
         shared().fit(
             other_batches(8, "dataset").rebatch(4), checkpoint_dir=tmp_path / "b", **options
         )

@@ -205,7 +205,7 @@ def test_what_hangs_on_the_pieces_is_told(tmp_path):
     ]
     of_two = pieces.trainer(2, layers=layers)
     pieces.run(Job(str(tmp_path), "in_order", 10, 2, stop=1), of_two)
-    message = r"\(batch_size 20 x 1 instead of 10 x 2\), which 'masks', 'norm' depend on: the numbers will not be those"
+    message = r"\(batch_size 20 x 1 instead of 10 x 2\), and 'masks', 'norm' depend on them: the results will differ"
     with pytest.warns(RuntimeWarning, match=message):
         assert (
             pieces.run(Job(str(tmp_path), "in_order", 20, 1), pieces.trainer(1, layers=layers))

@@ -133,7 +133,7 @@ def test_a_size_that_has_a_program_is_used_after_a_larger_batch_came():
 
 def test_the_share_that_fills_up_is_told_of_once():
     with pytest.warns(
-        RuntimeWarning, match=r"x: batches differ .* of 4 or 17 or 32 .* first 32 .* 34% "
+        RuntimeWarning, match=r"x: batches have different .* to 4 or 17 or 32 .* first 32 .* 34% "
     ) as told:
         steps_of(*[(32, 1), (1, 2), (4, 4), (9, 9), (1, 1), (5, 1), (2, 1)] * 12)
     assert len(told) == 1
@@ -197,7 +197,7 @@ def test_together_nothing_is_padded_where_rows_of_padding_count():
     sizes.arrange([batch(2, 5), batch(2, 7)], [2, 2])
     empty = batch(2, 6)
     empty = empty._replace(x=empty.x * [[[0.0]], [[1.0]]])
-    with pytest.raises(ValueError, match="leaves padding out"):
+    with pytest.raises(ValueError, match="padding them would change what the model"):
         sizes.arrange([batch(2, 5), empty], [2, 2])
 
 

@@ -44,7 +44,7 @@ def test_shares_hold_every_row_once():
 def test_exact_rows_are_never_padded():
     layout = Layout(1, exact_rows=True, replicas=4, shards=slice(0, 4))
     assert layout.columns(8)[1].all()
-    with pytest.raises(ValueError, match=r"7 rows cannot be cut into equal shards for 4 replicas"):
+    with pytest.raises(ValueError, match=r"7 rows cannot be split equally over 4 replicas"):
         layout.columns(7)
 
 

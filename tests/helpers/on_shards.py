@@ -172,7 +172,7 @@ def check_refused_where_an_owner_has_no_gradient():
     )
     before = model.get_weights()
     trainer = fa.Trainer(model, adamw(), "mse", shard_optimizer=True, jit_compile=False)
-    assert_refused("/large'], none has a gradient. Pass shard_optimizer=False", trainer)
+    assert_refused("/large'], and none of them has a gradient. Pass shard_optimizer=False", trainer)
     assert all(map(np.array_equal, model.get_weights(), before))
 
 

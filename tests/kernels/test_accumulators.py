@@ -116,7 +116,7 @@ def test_a_step_is_that_of_plain_autodiff(monkeypatch):
 
 
 @pytest.mark.parametrize("added", range(3))
-def test_of_several_terms_all_but_the_one_that_a_kernel_adds_are_left_to_add(added):
+def test_a_kernel_adds_one_term_and_the_other_terms_are_left(added):
     with tf.Graph().as_default():
         terms, total = [tf.fill([2], float(i)) for i in range(3)], tf.zeros([2])
         variable = tf.Variable(total)

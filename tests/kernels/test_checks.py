@@ -73,7 +73,7 @@ def test_what_passes_has_its_type():
         ValueError, match=r"class_weight=\{0: 1.0, 1: -5.0\} must map .*; 1: -5.0 does not"
     ):
         checks.class_weight({0: 1.0, 1: -5.0})
-    with pytest.raises(ValueError, match=r"none 0 there that is not 0; 1: 1e-46 does not"):
+    with pytest.raises(ValueError, match=r"not rounded to 0 there; 1: 1e-46 does not"):
         checks.class_weight({0: 0.0, 1: 1e-46})
 
 
@@ -97,7 +97,7 @@ def left():
             "n=<tf.RaggedTensor .* must be a tensor",
         ),
         (np.ma.masked_array([1.0, 2.0], [True, False]), TypeError, "n is a masked array"),
-        (left(), ValueError, "n=.* is a tensor of a graph that was left"),
+        (left(), ValueError, "n=.* is a tensor of a graph that is no longer being built"),
     ],
 )
 def test_what_makes_no_tensor_is_named(value, error, message):

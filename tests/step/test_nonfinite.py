@@ -78,7 +78,7 @@ def ended(*fragments):
     with pytest.raises(fa.NonFiniteError) as raised:
         yield
     message = str(raised.value)
-    assert UNTOUCHED in message and "could not be found out" not in message
+    assert UNTOUCHED in message and "The cause could not be found" not in message
     for fragment in fragments:
         assert re.search(fragment, message), f"{fragment!r} is not in:\n{message}"
 

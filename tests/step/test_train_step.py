@@ -277,7 +277,9 @@ class TestErrors:
         def loss(x):
             return tf.reduce_sum(w * x), 1.0
 
-        with pytest.raises(ValueError, match=r"variables is empty.* call it once, or build it"):
+        with pytest.raises(
+            ValueError, match=r"variables is empty.* call it on a batch, or build it"
+        ):
             fa.TrainStep(loss, [], "sgd")
         with pytest.raises(TypeError, match=r"is not a tf\.Variable"):
             fa.TrainStep(loss, [tf.constant(1.0)], "sgd")

@@ -522,7 +522,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("what", MADE)
-def test_what_users_write_and_tell_is_seen(what):
+def test_code_and_settings_of_users_change_the_fingerprint(what):
     was, same, other = (description(MADE[what](factor)) for factor in (1.0, 1.0, 2.0))
     assert not state.differences(was, same)
     assert state.differences(was, other)

@@ -90,7 +90,7 @@ def test_lora_goes_on_after_it_was_saved(tmp_path, name):
     fit(model, x, y, epochs=1)
     trained = [v.path for v in model.trainable_variables]
     model.save(tmp_path / "lora.keras")
-    with pytest.warns(RuntimeWarning, match="starts afresh"):
+    with pytest.warns(RuntimeWarning, match="starts without its saved state"):
         fa.Trainer(loaded := keras.saving.load_model(tmp_path / "lora.keras"), loaded.optimizer)
     np.testing.assert_allclose(
         loaded.predict(x, verbose=0), model.predict(x, verbose=0), rtol=1e-4, atol=1e-5

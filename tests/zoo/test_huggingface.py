@@ -379,7 +379,11 @@ def test_clip():
     )
     model, x = transformers.TFCLIPModel(config), {**text(), "pixel_values": images()}
     return _by_micro_batch(
-        model, x, lambda part: len(part["input_ids"]), warns="by itself", return_loss=True
+        model,
+        x,
+        lambda part: len(part["input_ids"]),
+        warns="returns its loss as a scalar",
+        return_loss=True,
     )
 
 
@@ -632,7 +636,7 @@ def test_a_loss_of_unknown_denominator_says_so():
     model(x)
     with huggingface.observe_losses(model) as seen:
         outputs = model({**x, "labels": words(x)})
-        with pytest.warns(UserWarning, match="Twice reduces its loss to a scalar by itself"):
+        with pytest.warns(UserWarning, match="Twice returns its loss as a scalar"):
             (term,) = huggingface.make_terms(model, outputs, seen, ROWS)
     assert float(term.value) == pytest.approx(2 * float(seen[0].value))
     assert float(term.weight_sum) == ROWS
@@ -678,6 +682,6 @@ def test_a_loss_of_ones_own_that_is_a_scalar_counts_as_a_mean_with_a_warning():
     trainer = fa.Trainer(
         model, tf_keras.optimizers.SGD(0.1), gradient_accumulation_steps=2, jit_compile=False
     )
-    with pytest.warns(UserWarning, match="Own reduces its loss to a scalar by itself"):
+    with pytest.warns(UserWarning, match="Own returns its loss as a scalar"):
         history = trainer.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     assert history.history["loss"] == pytest.approx([expected], rel=1e-5)
