@@ -12,8 +12,8 @@ import fastaccum  # noqa: F401  # before TensorFlow, as in users' programs: it t
 
 # Most tests wait for XLA to make machine code: for MLIR's emitters of fusions, and for LLVM, which
 # optimises a program in up to 32 modules. Without them operations and buffers are the same. An
-# XLA_FLAGS that is set is kept, also an empty one: CI runs test_exactness.py with it, on the code
-# that users run.
+# XLA_FLAGS that is set is kept, also an empty one: with it README and CI run test_exactness.py on
+# the code that users run.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"

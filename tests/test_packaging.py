@@ -267,17 +267,22 @@ def test_import_statements_run(plain, base):
 
 
 def test_ci_runs_the_commands_of_the_readme():
-    """Each block that makes an environment runs in a fresh clone; the tests again, with more
-    packages.
+    """Runs each block that makes an environment in a fresh clone, and the tests of exactness in the
+    environment that README's test command made.
     """
     readme = (ROOT / "README.md").read_text()
     script = (ROOT / ".ci" / "run").read_text()
+    environments = []
     headings = []
     for heading, text in re.findall(r"(?ms)^(#+ [^\n]*)\n(.*?)(?=^#+ [A-Z]|\Z)", readme):
         if "```bash\npython3.11 -m venv .venv" in text:
+            environments.append(heading)
+            headings.append(heading)
+        elif "```bash\nXLA_FLAGS= .venv/bin/pytest" in text:
             headings.append(heading)
     assert re.findall(r'(?m)^readme "(.*?)"', script) == headings
-    assert len(re.findall(r"(?m)^fresh_clone ", script)) == len(headings)
+    assert len(re.findall(r"(?m)^fresh_clone ", script)) == len(environments)
+    assert headings.index("### Exactness alone") == headings.index("## Test") + 1
     (by_readme,) = re.findall(r"\"-m (not \(.*\))\"", (ROOT / "pyproject.toml").read_text())
     (chosen,) = re.findall(r'pytest -q --unpassed -m "(.*)"', script)
     assert chosen == f"{by_readme} or sample", (
