@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.support import scores
 from benchmarks.tools import readme, report, runner
-from fastaccum.lines import one_line
+from fastaccum.basics.warnings import one_line
 
 NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "matplotlib": "matplotlib"}
 # What a report reads of a run.

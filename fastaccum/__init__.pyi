@@ -3,8 +3,8 @@ from . import addons as addons
 from . import checkpoint as checkpoint
 from . import kernels as kernels
 from .adapters.head import LinearCrossEntropy as LinearCrossEntropy
-from .adapters.remat import remat as remat
 from .checkpoint.signals import Preempted as Preempted
+from .layers.remat import remat as remat
 from .memory.errors import OutOfMemoryError as OutOfMemoryError
 from .memory.planner import Plan as Plan
 from .memory.summary import Summary as Summary

@@ -12,8 +12,8 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from fastaccum import lines
 from fastaccum.app import options
+from fastaccum.basics.warnings import one_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except options.BadArgument as error:
-        print(lines.one_line(str(error)), file=sys.stderr)
+        print(one_line(str(error)), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

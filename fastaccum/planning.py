@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastaccum.adapters import arguments
+from fastaccum.basics import arguments
 from fastaccum.distribute import workers
 from fastaccum.memory.planner import Plan
 from fastaccum.trainer import Trainer

@@ -10,12 +10,12 @@ from typing import Any, Literal, NoReturn
 import keras
 
 from fastaccum import checks
-from fastaccum.adapters import arguments
-from fastaccum.adapters.attention import FlashAttention
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.own_loss import Reduction
+from fastaccum.basics import arguments
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.distribute import workers
+from fastaccum.layers.attention import FlashAttention
 from fastaccum.memory.planner import Plan
 from fastaccum.memory.summary import Summary
 from fastaccum.step import compilable

@@ -24,8 +24,11 @@ TOP_LEVEL_MODULES = 9
 # benchmarks where they are there.
 LAYERS = (
     {"kernels"},
-    {"checks", "lines"},
-    {"adapters", "addons", "transformer"},
+    {"checks", "basics"},
+    {"graphs", "layers"},
+    {"adapters"},
+    {"legacy"},
+    {"families", "addons", "transformer"},
     {"data"},
     {"step", "checkpoint"},
     {"distribute"},

@@ -18,7 +18,7 @@ import fastaccum as fa
 from benchmarks.h200 import programs
 from benchmarks.memory.results import Result
 from benchmarks.support.stablehlo import h200
-from fastaccum.adapters import blocks
+from fastaccum.layers import blocks
 
 BARS = {"temp / plain": 0.2, "gradients": 1e-5, "step time / plain": 1.4}
 VOCABULARY, CLASSES = 1024, 10

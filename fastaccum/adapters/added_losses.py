@@ -10,7 +10,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import kinds, of_keras
+from fastaccum.basics.attributes import kinds, of_keras
 
 # Whether Keras divides what an activity regulariser returns, which sums over rows, by their number.
 _DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.attributes import kinds
+from fastaccum.basics.attributes import kinds
 from fastaccum.kernels import private
 
 # The progress line is drawn anew after so many seconds at the earliest.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import kinds
+from fastaccum.basics.attributes import kinds
 from fastaccum.kernels import private
 
 

@@ -20,7 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import kinds, package
+from fastaccum.basics.attributes import kinds, package
 from fastaccum.kernels import private
 
 # Packages whose code is not described, as the number of their version tells it apart.

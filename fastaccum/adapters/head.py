@@ -12,7 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.attributes import (
+from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
+from fastaccum.adapters.models import Model
+from fastaccum.adapters.outputs import to_whole
+from fastaccum.basics.attributes import (
     function_of,
     kinds,
     known_name,
@@ -20,10 +23,6 @@ from fastaccum.adapters.attributes import (
     package,
     replaced,
 )
-from fastaccum.adapters.interceptors import Interceptor, Role, intercepting, is_users
-from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
-from fastaccum.adapters.models import Model
-from fastaccum.adapters.outputs import to_whole
 from fastaccum.kernels import fp32_layers, private
 from fastaccum.kernels.cross_entropy import (
     cross_entropy_from_logits,
@@ -32,6 +31,7 @@ from fastaccum.kernels.cross_entropy import (
 )
 from fastaccum.kernels.rounded import copy_of
 from fastaccum.kernels.xla_ops import HALF
+from fastaccum.layers.interceptors import Interceptor, Role, intercepting, is_users
 
 _REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbedding)
 

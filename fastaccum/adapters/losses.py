@@ -12,16 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import row_counts, row_mixing, scalar_losses, traces
-from fastaccum.adapters.attributes import (
-    Nest,
-    Variable,
-    function_of,
-    kinds,
-    known_name,
-    of_keras,
-    runs_keras,
-)
+from fastaccum.adapters import scalar_losses
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
 from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
@@ -33,6 +24,16 @@ from fastaccum.adapters.outputs import (
     require_known,
     to_whole,
 )
+from fastaccum.basics.attributes import (
+    Nest,
+    Variable,
+    function_of,
+    kinds,
+    known_name,
+    of_keras,
+    runs_keras,
+)
+from fastaccum.graphs import row_counts, row_mixing, traces
 from fastaccum.kernels import private
 from fastaccum.kernels.shapes import as_float, lengths
 

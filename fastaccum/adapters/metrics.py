@@ -11,8 +11,9 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import arguments, row_counts, row_mixing, traces
-from fastaccum.adapters.attributes import (
+from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
+from fastaccum.basics import arguments
+from fastaccum.basics.attributes import (
     kinds,
     known_name,
     of_keras,
@@ -21,7 +22,7 @@ from fastaccum.adapters.attributes import (
     replaced,
     runs_keras,
 )
-from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
+from fastaccum.graphs import row_counts, row_mixing, traces
 from fastaccum.kernels import private
 from fastaccum.kernels.cross_entropy import LabelScores
 from fastaccum.kernels.shapes import lengths

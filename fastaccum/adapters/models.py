@@ -1,202 +1,695 @@
-"""One interface to Keras 3 and tf_keras (Keras 2) models, those of Hugging Face among them."""
+"""A Keras 3 model: its variables, state and forward pass, and what a padded row may touch."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import numbers
+import sys
 import types
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum import checks
-from fastaccum.adapters import huggingface
-from fastaccum.adapters.arguments import KerasModel
-from fastaccum.adapters.attributes import Nest, kinds, replaced
-from fastaccum.adapters.data_adapters import read_python
-from fastaccum.adapters.keras_models import Model as Model
-from fastaccum.adapters.keras_models import never_draws
+from fastaccum.adapters import added_losses
+from fastaccum.adapters.data_adapters import wrap_sequence
 from fastaccum.adapters.metrics import Metrics
-from fastaccum.adapters.outputs import TFKerasOutputs
-from fastaccum.kernels import private
+from fastaccum.adapters.outputs import Outputs
+from fastaccum.basics.attributes import Nest, Variable, kinds, of_keras, package, raw, replaced
+from fastaccum.basics.warnings import without_arguments
+from fastaccum.graphs import jit_choice, row_counts, row_mixing, traces
+from fastaccum.kernels import fp32_layers, private
+from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.layers import lookups
+
+# Keras's layers that mix rows. Not every version of Keras 3 has them all.
+_MIXING_NAMES = ("MixUp", "CutMix", "Equalization", "AugMix", "RandAugment")
+_MIXING = [getattr(keras.layers, name) for name in _MIXING_NAMES if hasattr(keras.layers, name)]
+
+# Of Keras's own layers and ours: those whose call may add losses, assign other layers' variables or
+# mix rows.
+_TRACED = (keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack, *_MIXING)
 
 
-class TFKerasModel(Model):
-    """A tf_keras (Keras 2) model."""
+class WithinFit:
+    """A model's method while a fit trains it: each call runs inside a block that `enter` makes."""
 
-    callback_kind = "tf_keras.Callback"
-    trains_on_replicas = False
-    _PACKAGE, KIND, _FOREIGN_METRIC = "tf_keras", "tf_keras.Model", "keras.Metric"
-    OUTPUTS = TFKerasOutputs
-    _COMPILED = "compiled_loss", private.user_losses.name, "compiled_metrics"
+    def __init__(
+        self, method: Callable, enter: Callable[[], contextlib.AbstractContextManager[None]]
+    ):
+        self.method = method
+        self.enter = enter
 
-    def symbolic_call(self, x: Nest, training: bool) -> Nest:
-        if not self.model.built:
-            # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all
-            # the same.
-            with checks.naming("x"):
-                one = tf.nest.map_structure(
-                    lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x
-                )
-            self(one, training=False)
-        # Not called with numbers, which would move the state of a model that has some.
-        outputs = self._note_calls(x)
-        rows = tf.nest.flatten(x)[0].shape[0]
-        return tf.nest.map_structure(
-            lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name),
-            outputs,
-        )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.enter():
+            return self.method(*args, **kwargs)
 
-    def predict(self, x: Nest, **options: Any) -> Any:
-        if isinstance(x, keras.utils.PyDataset):
-            x = read_python(x).dataset
-        return self.model.predict(x, **options)
+
+class Model:
+    """A Keras 3 model."""
+
+    # The kind of callbacks that the model's own loop takes, if it takes no other.
+    callback_kind: str | None = None
+    trains_on_replicas = True
+    _PACKAGE = "keras"
+    KIND = "keras.Model"
+    _FOREIGN_METRIC = "tf_keras.Metric"
+    OUTPUTS = Outputs
+    # Where a compiled model keeps its losses, what the user passed for them there, and its metrics.
+    _COMPILED = private.compile_loss.name, private.user_loss.name, private.compile_metrics.name
+
+    def __init__(self, model: keras.Model):
+        self.model = model
+        # What follows is known once the model has been called.
+        # The reductions by which the losses that a forward pass adds count:
+        self.added_reductions: list[str] = []
+        # The variables that a forward pass assigns, besides those that layers hold for it:
+        self._assigned: list[Variable] = []
+        # Whether the model's result for a row depends on other rows:
+        self.mixes_rows = False
+        # An operation by which the number of rows reaches what the model returns:
+        self.row_counter: str | None = None
+        self._work: jit_choice.Work | None = None
+        # Operations that call Python, as by tf.py_function:
+        self.python_calls: list[str] = []
+        # Operations in training that draw what no seed of the model's says:
+        self.unsaved_draws: list[str] = []
 
     @property
-    def compute_loss_adds_penalty(self) -> bool:
-        return self.overrides("compute_loss") and self.penalty() is not None
+    def layers(self) -> list[keras.layers.Layer]:
+        """Every layer, with nested ones and the model itself."""
+        return list(private.flatten_layers(self.model))
 
     @property
     def called_layers(self) -> list[keras.layers.Layer]:
-        return self.layers
+        """Every layer whose `call` runs, also those that a LayerStack calls."""
+        by_identity = {id(layer): layer for layer in fp32_layers.all_layers(self.model)}
+        return list(by_identity.values())
 
-    def _own_state(self, layer: keras.layers.Layer) -> list[tf.Variable]:
-        if hasattr(layer, "update_state"):  # a metric, which is a layer here
-            return []
-        return [v for v in private.own_weights_state(layer) if isinstance(v, tf.Variable)]
-
-    def _draws(self, layer: keras.layers.Layer) -> bool:
-        return "tf_keras.BaseRandomLayer" in kinds(layer) and not never_draws(layer)
-
-    def _added_losses(self) -> list[tf.Tensor]:
-        return [loss for layer in self.layers for loss in private.eager_losses(layer)]
-
-    def penalty(self) -> tf.Tensor | None:
-        losses = [loss() for layer in self.layers for loss in private.callable_losses(layer)]
-        losses = [loss for loss in losses if loss is not None]
-        return tf.add_n(losses) if losses else None
-
-    def adopt(
-        self, optimizer: keras.optimizers.Optimizer, metrics: Metrics, loss: Any, loss_weights: Any
-    ) -> None:
-        losses = [each for each in tf.nest.flatten(loss) if each is not None]
-        of_keras_3 = any(
-            isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer)
-        )
-        if losses and not of_keras_3 and self.model.compiled_loss is None:
-            # tf_keras's own, as above; without it `save` leaves the optimizer out.
-            own = metrics.for_compile(self._FOREIGN_METRIC)
-            self.family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
-        self.model.optimizer = optimizer
-
-    def adopt_means(
-        self, loss: keras.metrics.Mean, losses: Mapping[str, keras.metrics.Mean]
-    ) -> None:
-        """Does nothing: tf_keras keeps its own means, and the logs have what was trained."""
-
-    def compute_loss(
-        self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool
-    ) -> tf.Tensor:
-        return self.model.compute_loss(x, y, y_pred, sample_weight)
-
-    def own_losses(
-        self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]
-    ) -> AbstractContextManager[None]:
-        return replaced([(self.model, "compiled_loss", compiled)])
-
-    def compute_metrics(
-        self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable
-    ) -> dict[str, Any]:
-        with replaced(
-            [
-                (
-                    self.model,
-                    "compiled_metrics",
-                    types.SimpleNamespace(update_state=update, metrics=[]),
+    def symbolic_call(self, x: Nest, training: bool) -> Nest:
+        """Builds the model, and returns output specs for input specs `x`, a nest of TensorSpecs."""
+        with _naming(x):
+            try:
+                outputs = self.model(_as_keras_tensors(x), training=training)
+            except (TypeError, ValueError):
+                if not self.model.built:
+                    raise
+                # Functional models ask layers for their specs without casting what they are given,
+                # as a call does.
+                traced = tf.function(self.model, autograph=False).get_concrete_function(
+                    x, training=training
                 )
-            ]
-        ):
-            return self.model.compute_metrics(x, y, y_pred, sample_weight)
+                outputs = _as_keras_tensors(traced.structured_outputs)
+        if self.may_do_more:
+            self._note_calls(x)
+        return outputs
+
+    def require_inputs(self, x: Nest) -> None:
+        """Raises ValueError for a list of more or fewer inputs than the model has.
+
+        Keras drops what is too many.
+        """
+        expected = len(tf.nest.flatten(getattr(self.model, "inputs", None) or []))
+        if expected == 0 or not isinstance(x, (list, tuple)):
+            return
+        passed = len(tf.nest.flatten(x))
+        if passed != expected:
+            raise ValueError(
+                f"x has {passed} arrays, but the model has {expected} inputs: pass one for each."
+            )
 
     @property
-    def own_metrics(self) -> list[keras.metrics.Metric]:
-        if not self.overrides("metrics"):
-            return [metric for layer in self.layers for metric in private.metrics(layer)]
-        of_compile: list[keras.metrics.Metric] = []
-        for container in (self.model.compiled_loss, self.model.compiled_metrics):
-            if container is not None:
-                of_compile += container.metrics
-        return [m for m in self.model.metrics if all(m is not each for each in of_compile)]
+    def keras_module(self) -> types.ModuleType:
+        """The Keras that the model is of."""
+        return sys.modules[self._PACKAGE]
+
+    @property
+    def compute_loss_adds_penalty(self) -> bool:
+        """True if the model's `compute_loss` adds weight regularisers that the step does not see.
+
+        They are then in the loss of each micro-batch.
+        """
+        return False
+
+    def predict(self, x: Nest, **options: Any) -> Any:
+        return self.model.predict(wrap_sequence(x), **options)
+
+    @property
+    def may_take_text(self) -> bool:
+        """True if strings may be among the inputs, as far as is known."""
+        inputs = tf.nest.flatten(getattr(self.model, "inputs", None) or [])
+        return not inputs or any(tf.as_dtype(spec.dtype) == tf.string for spec in inputs)
+
+    @property
+    def preprocess(self) -> Callable[..., Nest] | None:
+        """The function by which a KerasHub task preprocesses raw data; None for any other model.
+
+        It takes x, y and sample_weight.
+        """
+        if getattr(self.model, "preprocessor", None) is None:
+            return None
+        return getattr(self.model, "preprocess_samples", None)
+
+    def __call__(self, x: Nest, training: bool) -> Nest:
+        with replaced(added_losses.mark_regularizers(self.layers)), _naming(x):
+            outputs = self.model(x, training=training)
+        rows = tf.nest.flatten(x)[0].shape[0]
+        if rows is None:
+            return outputs
+        for output in tf.nest.flatten(outputs):
+            # Lookups of text forget how many rows they were given.
+            if tf.is_tensor(output) and output.shape.rank and output.shape[0] is None:
+                tf.debugging.assert_equal(tf.shape(output)[0], rows)
+                output.set_shape([rows, *output.shape[1:]])
+        return outputs
+
+    def overrides(self, method: str) -> bool:
+        """Tells if the model overrides a method of Keras's Model."""
+        class_overrides = getattr(type(self.model), method) is not getattr(self.family, method)
+        return self._has_own(method) or class_overrides
+
+    def replaces_loop(self, method: str) -> bool:
+        """Tells if the model overrides `fit` or `evaluate` by more than preprocessing its data.
+
+        A KerasHub task overrides them to preprocess, as `preprocess` does here.
+        """
+        if not self.overrides(method):
+            return False
+        owner = next((c for c in type(self.model).__mro__ if method in vars(c)), None)
+        only_preprocesses = package(owner) == "keras_hub" and "preprocess_samples" in vars(owner)
+        return self._has_own(method) or not only_preprocesses
+
+    def _has_own(self, method: str) -> bool:
+        """Tells if the model object itself, and not its class, has a method of the user's."""
+        return method in vars(self.model) and not isinstance(vars(self.model)[method], WithinFit)
 
     @property
     def passed_over_methods(self) -> list[str]:
-        return [name for name in ("get_metrics_result",) if self.overrides(name)]
+        """The private methods of Keras's loops that the model overrides: these are never called."""
+        private_names = set()
+        for base in self.family.__mro__[1:]:  # what Keras's Model inherits
+            if base in keras.layers.Layer.__mro__:
+                continue
+            for name in vars(base):
+                if name.startswith("_") and not name.startswith("__"):
+                    private_names.add(name)
+        return sorted(name for name in private_names if self.overrides(name))
 
+    @property
+    def own_reset(self) -> Callable[[], None] | None:
+        """The `reset_metrics` that the model overrides; None for Keras's."""
+        return self.model.reset_metrics if self.overrides("reset_metrics") else None
 
-class PretrainedModel(TFKerasModel):
-    """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels,
-    or a Keras loss.
-    """
+    @property
+    def own_results(
+        self,
+    ) -> Callable[[Mapping[str, tf.Tensor], keras.Metric], dict[str, Any]] | None:
+        """The `get_metrics_result` that the model overrides; None for Keras's.
 
-    KIND = "transformers.TFPreTrainedModel"
+        It is a function of the losses and the compiled metrics.
+        """
+        return self._get_metrics_result if self.overrides("get_metrics_result") else None
+
+    def _get_metrics_result(
+        self, losses: Mapping[str, tf.Tensor], compiled: keras.Metric
+    ) -> dict[str, Any]:
+        # What Keras's trackers of means are to the model's method: a name, and a result.
+        means = [
+            types.SimpleNamespace(name=name, result=functools.partial(tf.identity, value))
+            for name, value in losses.items()
+        ]
+        total, *of_outputs = means  # the logs open with the loss of all outputs together
+        trackers = [
+            (self.model, private.loss_tracker.name, total),
+            (self.model, private.compile_loss.name, types.SimpleNamespace(metrics=of_outputs)),
+            (self.model, private.compile_metrics.name, compiled),
+        ]
+        with replaced(trackers):
+            return self.model.get_metrics_result()
+
+    @property
+    def family(self) -> type[keras.Model]:
+        """The class of Keras's whose methods the model may override."""
+        return kinds(self.model)[self.KIND]
 
     @property
     def compiled_with(self) -> dict[str, Any]:
-        own = (
-            {"loss": None, "loss_weights": None}
-            if private.using_dummy_loss(self.model, True)
-            else {}
-        )
-        return super().compiled_with | own
+        """The optimizer, losses and metrics of the model's last `compile`, as its arguments."""
+        losses_name, user_loss_name, metrics_name = self._COMPILED
+        losses = getattr(self.model, losses_name, None)
+        metrics = getattr(self.model, metrics_name, None)
+        optimizer = getattr(self.model, "optimizer", None)
+        return {
+            # `compile` puts it into a LossScaleOptimizer under mixed_float16.
+            "optimizer": getattr(optimizer, "inner_optimizer", optimizer),
+            "loss": getattr(losses, user_loss_name, None),
+            "loss_weights": private.user_loss_weights(losses, None),
+            "metrics": private.user_metrics(metrics, None),
+            "weighted_metrics": private.user_weighted_metrics(metrics, None),
+        }
 
     @property
-    def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
-        # BERT's and others look up ids in a table without an Embedding.
-        own = [
-            each
-            for each in self.layers
-            if len(getattr(getattr(each, "weight", None), "shape", ())) == 2
-        ]
-        tables = [
-            (each, each.weight.shape[0])
-            for each in own
-            if "input_ids" in huggingface.list_arguments(each)
-        ]
-        return [*super().lookups, *tables]
+    def compilation(self) -> tuple[object, object]:
+        """The objects that `compile` replaces."""
+        losses_name, _, _ = self._COMPILED
+        return self.model.optimizer, getattr(self.model, losses_name, None)
+
+    def compiled_since(self, compilation: tuple[object, object]) -> bool:
+        """Tells if the model has been compiled since it had this `compilation`."""
+        return any(now is not then for now, then in zip(self.compilation, compilation, strict=True))
 
     @property
     def returned_losses(self) -> int:
-        return huggingface.count_means(self.model)
+        """The number of means in the loss that the model itself returns if it is given no other."""
+        return 0
 
     def with_losses(
         self, x: Nest, y: Nest, training: bool, valid: tf.Tensor | None
     ) -> tuple[Nest, list[tuple[tf.Tensor, tf.Tensor]]]:
-        inputs = huggingface.merge_labels(self.model, x, y)
-        with huggingface.observe_losses(self.model, valid) as seen:
-            # as CLIP, which takes no labels
-            asks = "return_loss" in huggingface.list_arguments(self.model)
-            outputs = self.model(
-                inputs, training=training, **({"return_loss": True} if asks else {})
-            )
-        rows = tf.nest.flatten(x)[0].shape[0]
-        return outputs, [
-            tuple(each) for each in huggingface.make_terms(self.model, outputs, seen, rows, valid)
-        ]
+        """Calls the model, and returns its outputs and the losses that it computed itself.
+
+        Each loss is its value and the sum of its weights over `valid` rows.
+        """
+        raise NotImplementedError
 
     @property
     def takes_targets_apart(self) -> bool:
-        return True
+        """True if targets need not have the structure of the outputs.
+
+        The model or its adapter then matches them.
+        """
+        return self.overrides("compute_loss")
 
     def matched(self, x: Nest, y: Nest, y_pred: Nest) -> tuple[Nest, Nest]:
-        return huggingface.match(self.model, x, y if tf.nest.flatten(y) else None, y_pred)
+        """Returns targets and the outputs to compare them with, in one structure."""
+        return y, y_pred
+
+    def compute_loss(
+        self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, training: bool
+    ) -> tf.Tensor:
+        return private.compute_loss(self.model, x, y, y_pred, sample_weight, training=training)
+
+    def own_losses(
+        self, compiled: Callable | None, rescaled: Callable[[tf.Tensor, bool], tf.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Gives the model's `compute_loss` other losses inside the block.
+
+        These are a `compiled` loss, and `rescaled(loss, is_regularizer)` for each of `self.losses`.
+        """
+        losses = [rescaled(loss, False) for loss in self._added_losses()]
+        losses += [rescaled(v.regularizer(v), True) for v in self._regularised()]
+        if compiled is not None:
+            compiled.metrics = []  # type: ignore[attr-defined] # as Keras's has
+        return replaced(
+            [
+                (self.model, private.compile_loss.name, compiled),
+                (self.model, private.losses_override.name, losses),
+            ]
+        )
+
+    def compute_metrics(
+        self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable
+    ) -> dict[str, Any]:
+        """Calls the model's own `compute_metrics`, with `update` in place of the compiled metrics.
+
+        `update` takes y, y_pred and sample_weight.
+        """
+        with replaced([(private.compile_metrics(self.model), "update_state", update)]):
+            return self.model.compute_metrics(x, y, y_pred, sample_weight)
+
+    @property
+    def own_metrics(self) -> list[keras.metrics.Metric]:
+        """Metrics that the model and its layers update themselves, in the order of Keras's logs."""
+        model = self.model
+        of_compile = [
+            private.loss_tracker(model),
+            private.compile_metrics(model),
+            *getattr(private.compile_loss(model), "metrics", ()),
+        ]
+        return [
+            metric
+            for metric in model.metrics
+            if not any(metric is compiled for compiled in of_compile)
+        ]
+
+    @property
+    def metric_variables(self) -> list[tf.Variable]:
+        """The variables of all layers' metrics."""
+        variables: list[tf.Variable] = []
+        for layer in self.layers:
+            for metric in private.metrics(layer):
+                variables += map(raw, metric.variables)
+        return variables
+
+    @property
+    def variables(self) -> list[Variable]:
+        """All variables, without the vocabularies of lookups that tf_keras lists too."""
+        return [v for v in self.model.variables if isinstance(v, (keras.Variable, tf.Variable))]
+
+    @property
+    def trainable_variables(self) -> list[Variable]:
+        """The variables to train, in the form that an optimizer of the model's family takes."""
+        # Keras's own step trains `trainable_weights` where a model overrides them.
+        if type(self.model).trainable_weights is not keras.Model.trainable_weights:
+            return self.model.trainable_weights
+        return self.model.trainable_variables
+
+    @property
+    def state(self) -> list[tf.Variable]:
+        """Variables that a forward pass may assign, such as moving statistics and random seeds."""
+        variables = []
+        for layer in self.layers:
+            variables += self._own_state(layer)
+
+        # A SpectralNormalization assigns a weight of another layer, and layers of the user's own
+        # what they like.
+        known = {id(variable) for variable in (*variables, *self.metric_variables)}
+        for assigned in map(raw, self._assigned):
+            if id(assigned) not in known:
+                variables.append(assigned)
+        return variables
+
+    @property
+    def statistics(self) -> list[tf.Variable]:
+        """The part of `state` that Keras's own layers hold, and a train step moves."""
+        variables = []
+        for layer in self.layers:
+            if of_keras(type(layer)) and self._moves(layer):
+                variables += [v for v in self._own_state(layer) if v.dtype.is_floating]
+        return variables
+
+    @property
+    def unmanaged_state(self) -> list[str]:
+        """The names of the assigned variables that no layer has made with `add_weight`."""
+        names = [v.name for v in self._assigned if not isinstance(v, keras.Variable)]
+        # The name of the first replica's variable stands for those of the others.
+        return [name for name in names if "/replica_" not in name]
+
+    @property
+    def moving_layers(self) -> list[str]:
+        """The names of the layers whose statistics a train step moves."""
+        return [layer.name for layer in self.layers if self._moves(layer)]
+
+    def _moves(self, layer: keras.layers.Layer) -> bool:
+        return layer.trainable and any(v.dtype.is_floating for v in self._own_state(layer))
+
+    def _own_state(self, layer: keras.layers.Layer) -> list[tf.Variable]:
+        seeds = [generator.state for generator in private.seed_generators(layer)]
+        return [v.value for v in (*private.own_state(layer), *seeds)]
+
+    @property
+    def seeds(self) -> list[tf.Variable]:
+        """The states of random generators."""
+        states = []
+        for layer in self.layers:
+            for generator in private.seed_generators(layer):
+                states.append(generator.state.value)
+        return states
+
+    def owner(self, variable: tf.Variable) -> str | None:
+        """Names the innermost layer that has a trainable variable."""
+        innermost = None
+        for layer in self.called_layers:  # a layer comes before those within it
+            if any(variable is raw(v) for v in layer.trainable_variables):
+                innermost = layer.name
+        return innermost
+
+    @property
+    def compute_dtype(self) -> str:
+        """The lowest precision that any layer computes in, which decides on loss scaling."""
+        dtypes = {layer.compute_dtype for layer in self.called_layers}
+        for low_precision in ("float16", "bfloat16"):
+            if low_precision in dtypes:
+                return low_precision
+        return "float32"
+
+    @property
+    def output_names(self) -> list[str]:
+        """The names that dict losses, targets and weights go by; empty if the model has none."""
+        # A Sequential model keeps them, and much else, in a functional one.
+        named_model = private.functional(self.model, None) or self.model
+        return list(getattr(named_model, "output_names", None) or [])
+
+    @property
+    def may_do_more(self) -> bool:
+        """True if a call may add losses, assign variables or mix rows, which only a trace shows."""
+        return any(map(_may_do_more, self.layers))
+
+    def _added_losses(self) -> list[tf.Tensor]:
+        """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
+        return self.model.losses[: len(self.model.losses) - len(self._regularised())]
+
+    def _note_calls(self, x: Nest) -> Nest:
+        """Traces calls, notes what they do, and returns the outputs of the last one."""
+        for layer in self.layers:
+            added_losses.require_sum_over_rows(layer)
+
+        # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers
+        # add in one mode only.
+        for training in (True, False):
+            call = functools.partial(self.__call__, training=training)
+            try:
+                traced = traces.trace(call, x)
+                if training and any(map(_may_count_rows, self.called_layers)):
+                    self.row_counter = row_counts.find_row_counter(traced, call, x)
+                if self.row_counter or row_mixing.find_mixing_op(traced, call, x):
+                    self.mixes_rows = True
+            except (ValueError, TypeError, tf.errors.InvalidArgumentError):
+                # A model of a fixed batch size cannot be tried with other rows.
+                traced = traces.trace(call, x, rows=None)
+                self.mixes_rows = True
+            if training:
+                self._work = jit_choice.count(traced)
+                self.unsaved_draws = [
+                    op.name for op in traced.graph.get_operations() if op.type in traces.UNSEEDED
+                ]
+            self._note_effects(traced)
+        return traced.structured_outputs
+
+    def _note_effects(self, traced: ConcreteFunction) -> None:
+        """Notes what a traced call assigns, calls of Python and adds to the loss."""
+        assigned = [*self._assigned, *traces.list_assigned(traced.graph, self.variables)]
+        by_identity = {id(variable): variable for variable in assigned}
+        self._assigned = list(by_identity.values())
+
+        python_calls = {*self.python_calls, *traces.list_python_calls(traced.graph)}
+        self.python_calls = sorted(python_calls)
+
+        reductions = map(added_losses.get_reduction, self._added_losses())
+        self.added_reductions = sorted({*self.added_reductions, *reductions})
+
+    def work(self, x: Nest) -> jit_choice.Work:
+        """Counts what a call computes on a row of `x`.
+
+        A model is not traced for it if none of its layers convolve.
+        """
+        if self._work is None and any(map(_convolves, self.layers)):
+            call = functools.partial(self.__call__, training=True)
+            # A model of a fixed batch size is traced with the rows of `x`. The step says errors
+            # better.
+            for rows in (traces.TELLING_ROWS, None):
+                with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
+                    self._work = jit_choice.count(traces.trace_with_calls(call, x, rows))
+                    break
+        if self._work is None:
+            return jit_choice.Work()
+        return self._work
+
+    def added_loss(self, reduction: str) -> tf.Tensor:
+        """Returns the sum of the last call's added losses of one reduction, a float32 scalar.
+
+        `reduction` is one of `added_reductions`.
+        """
+        losses = [
+            loss for loss in self._added_losses() if added_losses.get_reduction(loss) == reduction
+        ]
+        terms = [tf.constant(0.0)]
+        for loss in losses:
+            terms.append(tf.reduce_sum(tf.cast(loss, tf.float32)))
+        return tf.add_n(terms)
+
+    def penalty(self) -> tf.Tensor | None:
+        """Returns the sum of the weight regularisers, or None where there are none."""
+        losses = [v.regularizer(v) for v in self._regularised()]
+        if not losses:
+            return None
+        return tf.add_n(losses)
+
+    def _regularised(self) -> list[Variable]:
+        return [
+            v for v in self.model.trainable_weights if getattr(v, "regularizer", None) is not None
+        ]
+
+    @property
+    def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
+        """The layers that look up ids, with the rows of their tables."""
+        return lookups.find_lookups(self.layers)
+
+    @property
+    def couples_rows(self) -> bool:
+        """True if rows share statistics or losses, which padded rows would change.
+
+        It is known after a call.
+        """
+        assigns_floats = any(raw(variable).dtype.is_floating for variable in self._assigned)
+        return assigns_floats or self.mixes_rows or bool(self.moving_layers) or self.couples_losses
+
+    @property
+    def split_sensitive_layers(self) -> list[str]:
+        """The layers whose numbers depend on how rows are split, as texts of a message.
+
+        They draw random masks, move statistics or mix rows.
+        """
+        names = [
+            repr(layer.name) for layer in self.layers if self._draws(layer) or self._moves(layer)
+        ]
+        if self.mixes_rows:
+            names.append("layers that mix rows")
+        return names
+
+    def _draws(self, layer: keras.layers.Layer) -> bool:
+        return bool(private.seed_generators(layer)) and not never_draws(layer)
+
+    @property
+    def couples_losses(self) -> bool:
+        """True if the model computes losses or metrics itself, from all rows of a batch."""
+        return (
+            bool(self.added_reductions)
+            or self.overrides("compute_loss")
+            or self.overrides("compute_metrics")
+        )
+
+    @property
+    def recomputed_layers(self) -> list[keras.layers.Layer]:
+        """The layers that a `keras.RematScope` recomputes whole."""
+        recomputed = []
+        for layer in self.layers:
+            scope = private.remat_mode(layer, None)
+            if not scope or scope.mode == "activations":
+                continue
+            if scope.mode != "list_of_layers" or layer.name in scope.layer_names:
+                recomputed.append(layer)
+        return recomputed
+
+    def uncompilable_layers(self) -> list[keras.layers.Layer]:
+        """Lists the layers that declare that XLA cannot compile them."""
+        return [layer for layer in self.layers if not getattr(layer, "supports_jit", True)]
+
+    def adopt(
+        self, optimizer: keras.optimizers.Optimizer, metrics: Metrics, loss: Any, loss_weights: Any
+    ) -> None:
+        """Leaves the model as `compile` would, for callbacks, `save` and Keras's own `evaluate`."""
+        if not isinstance(optimizer, keras.Optimizer):
+            self.model.optimizer = optimizer
+            return
+        # Keras's own: a `compile` that the model overrides takes other arguments, and was called by
+        # the user.
+        keras.Model.compile(
+            self.model,
+            optimizer,
+            loss,
+            loss_weights=tf.nest.map_structure(_as_float, loss_weights),
+            auto_scale_loss=False,
+            run_eagerly=self.model.run_eagerly,  # as it was compiled, for `predict`
+            **metrics.for_compile(self._FOREIGN_METRIC),
+        )
+        # Untracked, as in `compile`: a metric that the model also tracked as its own would be
+        # listed twice.
+        with private.DotNotTrackScope():
+            private.compile_metrics.set(self.model, metrics.compiled)
+
+    def adopt_means(
+        self, loss: keras.metrics.Mean, losses: Mapping[str, keras.metrics.Mean]
+    ) -> None:
+        """Makes running means those of a compiled model: of `metrics` and `get_metrics_result`."""
+        model = self.model
+        if not isinstance(model.optimizer, keras.Optimizer):
+            return
+        with private.DotNotTrackScope():
+            private.loss_tracker.set(model, loss)
+        compiled = private.compile_loss(model)
+        if compiled is None or not losses:
+            return
+
+        def build(y_true: Nest, y_pred: Nest) -> None:
+            type(compiled).build(compiled, y_true, y_pred)
+            made_by_build = compiled.metrics[len(losses) :]  # which appends means of its own
+            compiled.metrics[:] = [losses.get(mean.name, mean) for mean in made_by_build]
+
+        compiled.build = build
+        compiled.metrics[:] = losses.values()
 
 
-def get(model: KerasModel) -> Model:
-    """Returns the adapter for a Keras 3 or tf_keras model."""
-    for adapter in (Model, PretrainedModel, TFKerasModel):
-        if adapter.KIND in kinds(model):
-            return adapter(model)
-    raise TypeError(
-        f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a tf_keras.Model."
+def _as_keras_tensors(specs: Nest) -> Nest:
+    def convert(spec: Any) -> keras.KerasTensor | None:
+        if spec is None:
+            return None
+        return keras.KerasTensor(spec.shape, spec.dtype.name)
+
+    return tf.nest.map_structure(convert, specs)
+
+
+def _as_float(weight: Any) -> Any:
+    """Converts a number of any type to a Python float; leaves anything else as it is."""
+    if isinstance(weight, numbers.Real):
+        return float(weight)
+    return weight
+
+
+@contextlib.contextmanager
+def _naming(x: Nest) -> Iterator[None]:
+    """Puts the shapes of a model's inputs in front of an error that calling the model raised."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        shapes = tf.nest.map_structure(lambda spec: tuple(spec.shape), x)
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        reason = without_arguments(error)
+        raise kind(f"The model, called with x of shape {shapes}: {reason}") from error
+
+
+def never_draws(layer: keras.layers.Layer) -> bool:
+    """Tells if a layer of Keras's could draw random numbers, but does not, since its rate is 0."""
+    names = ("rate", "stddev", "dropout", "recurrent_dropout")  # the last two of recurrent cells
+    rates = [getattr(layer, name) for name in names if hasattr(layer, name)]
+    return of_keras(type(layer)) and bool(rates) and not any(rates)
+
+
+def _convolves(layer: keras.layers.Layer) -> bool:
+    """Tells if a layer is of a class with "Conv" in its name, or of a class derived from one."""
+    return any("Conv" in kind for kind in kinds(layer))
+
+
+def _may_count_rows(layer: keras.layers.Layer) -> bool:
+    """Tells if a call may compute with the number of rows: Keras's and KerasHub's layers do not."""
+    is_of_user = package(type(layer)) not in ("keras", "tf_keras", "keras_hub", "fastaccum")
+    return is_of_user or isinstance(layer, keras.layers.Lambda) or _has_own_activation(layer)
+
+
+def _has_own_activation(layer: keras.layers.Layer) -> bool:
+    """Tells if an activation of a layer is of the user's own, and may compute anything."""
+    for name in ("activation", "recurrent_activation"):
+        function = getattr(layer, name, None)
+        if function is not None and package(function) not in ("keras", "tf_keras", "tensorflow"):
+            return True
+    return False
+
+
+def _may_do_more(layer: keras.layers.Layer) -> bool:
+    """Tells if a layer's call may add losses, assign other layers' variables or mix rows.
+
+    Few of Keras's layers do.
+    """
+    is_known = package(type(layer)) in ("keras", "fastaccum") and not isinstance(layer, _TRACED)
+    axes = tf.nest.flatten(getattr(layer, "axis", -1))
+    works_across_rows = 0 in axes
+    operations = getattr(layer, "operations", ())  # of a functional model: also ops between layers
+    has_ops = any(not isinstance(operation, keras.layers.Layer) for operation in operations)
+    has_own_functions = (
+        has_ops or layer.activity_regularizer is not None or _has_own_activation(layer)
     )
+    is_stateful = getattr(layer, "stateful", False)
+    return not is_known or has_own_functions or is_stateful or works_across_rows

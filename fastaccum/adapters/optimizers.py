@@ -1,10 +1,8 @@
-"""One interface to the optimizers of Keras 3, tf_keras (new and legacy) and tensorflow-addons."""
+"""One interface to optimizers, and those of Keras 3."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import types
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +10,9 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import fingerprint, saved, untouched_rows
-from fastaccum.adapters.attributes import Variable, kinds, package, raw, replaced
+from fastaccum.adapters import fingerprint
+from fastaccum.basics.attributes import Variable, kinds, package, raw, replaced
 from fastaccum.kernels import private
-from fastaccum.lines import warn
 
 _KNOWN_PACKAGES = ("keras", "tf_keras", "tensorflow_addons", "transformers")
 # What Keras's or tf_keras's own train step calls, and this one does not.
@@ -37,64 +34,6 @@ _ASSIGNMENTS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "assign_add": tf.add,
     "assign_sub": tf.subtract,
 }
-
-
-def get(
-    optimizer: keras.optimizers.Optimizer, named: types.ModuleType = keras.optimizers
-) -> Optimizer:
-    """Returns the adapter for an optimizer, or for the name of one in the module `named`.
-
-    The optimizer is one of Keras 3, tf_keras or tensorflow-addons.
-    """
-    if isinstance(optimizer, Optimizer):
-        return optimizer
-    if isinstance(optimizer, str):
-        optimizer = _make_named(optimizer, named)
-    if isinstance(optimizer, type):
-        raise TypeError(
-            f"optimizer={optimizer.__name__} is a class: call it, and pass what it makes"
-        )
-    optimizer_kinds = kinds(optimizer)
-    for kind, family in _FAMILIES.items():
-        if kind not in optimizer_kinds:
-            continue
-        if vars(optimizer).pop(saved.SKIPPED, False):
-            warn(
-                f"optimizer={type(optimizer).__name__} starts without its saved state: the state "
-                "in the file does not fit the weights that the loaded model trains, or Keras did "
-                "not compile the loaded model. If the model was saved with LoRA, see "
-                "docs/guides/saving.md."
-            )
-        return family(optimizer)
-    raise TypeError(
-        f"optimizer={optimizer!r} is of type {type(optimizer).__name__}: pass a Keras 3, "
-        'tf_keras or tensorflow-addons optimizer, or a name such as "adamw"'
-    )
-
-
-def _make_named(name: str, optimizers: types.ModuleType) -> keras.optimizers.Optimizer:
-    """Makes an optimizer with its defaults, by the name of its class in a module of them."""
-    # Not every release of Keras has all of them.
-    not_by_name = [
-        getattr(optimizers, class_name, None)
-        for class_name in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
-    ]
-    classes = {k.lower(): v for k, v in vars(optimizers).items() if isinstance(v, type)}
-    known = {}
-    for lower_name, kind in classes.items():
-        if issubclass(kind, optimizers.Optimizer) and kind not in not_by_name:
-            known[lower_name] = kind
-    if name.lower() in known:
-        return known[name.lower()]()
-
-    near = " or ".join(map(repr, difflib.get_close_matches(name.lower(), known)))
-    hint = ""
-    if near:
-        hint = f" Did you mean {near}?"
-    raise ValueError(
-        f"optimizer={name!r} is not a name of {package(optimizers.Optimizer)}.optimizers.{hint} "
-        "Pass others as objects, or as tfa:NAME to `fastaccum train`."
-    )
 
 
 def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
@@ -171,7 +110,7 @@ def _find_problem(optimizer: keras.optimizers.Optimizer) -> str | None:
 
 
 class Optimizer:
-    """An optimizer as the train step uses it: `get` makes one for the user's `.optimizer`."""
+    """An optimizer as the train step uses it: `.optimizer` is the user's."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer):
         self.optimizer = optimizer
@@ -366,7 +305,9 @@ class _Constraint(keras.constraints.Constraint):
         return self._function(value)
 
 
-class _Keras(Optimizer):
+class Keras3Optimizer(Optimizer):
+    """The optimizers of Keras 3."""
+
     def __init__(self, optimizer: keras.Optimizer):
         super().__init__(optimizer)
         self._seen_as: dict[int, keras.Variable] = {}
@@ -426,7 +367,7 @@ class _Keras(Optimizer):
         self.optimizer.apply_gradients([(g, self._to_native(v)) for g, v in pairs])
 
 
-class _KerasMulti(_Keras):
+class MultiOptimizer(Keras3Optimizer):
     """The `keras.optimizers.MultiOptimizer`, with an optimizer for each group of variables."""
 
     @property
@@ -446,108 +387,6 @@ class _KerasMulti(_Keras):
             variables = [variable for _, variable in group]
             self.optimizer.optimizers[index].apply(gradients, variables)
         self.iterations.assign_add(1)
-
-
-class _TFKeras(Optimizer):
-    """The optimizers of tf_keras since 2.11."""
-
-    def _knows(self, variable: Variable) -> bool:
-        if not private.built(self.optimizer, False):
-            return True
-        key = private.var_key(self.optimizer, variable)
-        return key in private.index_dict(self.optimizer)
-
-    def _update(self, pairs: Pairs) -> None:
-        native = []
-        for gradient, variable in pairs:
-            # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
-            dtype = getattr(raw(variable), "true_dtype", variable.dtype)
-            native.append((tf.cast(gradient, dtype), raw(variable)))
-        self.optimizer.apply_gradients(native, experimental_aggregate_gradients=False)
-        for _, variable in pairs:
-            # It applies constraints itself, but that of a keras.Variable is not on its tf.Variable.
-            if isinstance(variable, keras.Variable) and variable.constraint is not None:
-                variable.assign(variable.constraint(variable))
-
-
-class _Legacy(_TFKeras):
-    """The optimizers of tf_keras.optimizers.legacy, on which all of tensorflow-addons is built."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
-        super().__init__(optimizer)
-        for part in self.parts:
-            # A wrapper's `apply_gradients` does this, for the next level only, and while it is
-            # traced.
-            private.iterations.set(part, optimizer.iterations)
-        hyperparameters = private.hyper(self.parts[-1])
-        self._called = {name: value for name, value in hyperparameters.items() if callable(value)}
-        for name, value in hyperparameters.items():
-            if isinstance(value, keras.optimizers.schedules.LearningRateSchedule):
-                # It knows tf_keras's schedules only, and calls this one as a function of no
-                # arguments.
-                hyperparameters[name] = lambda schedule=value: schedule(optimizer.iterations)
-            elif type(value) is int:
-                # It would become an int32 variable, which lives on the host.
-                hyperparameters[name] = float(value)
-
-    @property
-    def parts(self) -> list[keras.optimizers.Optimizer]:
-        # Lookahead, MovingAverage and SWA leave the state of the optimizer inside out of their
-        # `variables()`.
-        parts = [self.optimizer]
-        while private.wrapped_optimizer.exists(parts[-1]):
-            parts.append(private.wrapped_optimizer(parts[-1]))
-        return parts
-
-    @property
-    def description(self) -> dict[str, Any]:
-        # `get_config` tells the value of these functions alone.
-        return {**super().description, **fingerprint.describe(self._called)}
-
-    @property
-    def settings(self) -> dict[str, list[tf.Variable]]:
-        hyperparameters = private.hyper(self.parts[-1])
-        return {
-            name: [value]
-            for name, value in hyperparameters.items()
-            if isinstance(value, tf.Variable)
-        }
-
-    @property
-    def needs_lookups(self) -> bool:
-        return untouched_rows.treats_apart(self.parts[-1])
-
-    def _with_lookups(
-        self, looked_up: Mapping[Hashable, tf.Tensor]
-    ) -> contextlib.AbstractContextManager[None]:
-        return replaced(untouched_rows.replace_dense_form(self.parts[-1], looked_up))
-
-    def _knows(self, variable: Variable) -> bool:
-        slots = private.slots(self.optimizer)
-        if not slots:
-            return True
-        return private.unique_id(variable) in slots
-
-    def _create(self, variables: list[Variable]) -> None:
-        # as in its `apply_gradients`, for the names of the slots
-        with tf.name_scope(private.optimizer_name(self.optimizer)):
-            private.create_all_weights(self.optimizer, variables)
-        if "tensorflow_addons.AveragedOptimizerWrapper" in kinds(self.optimizer):
-            # What keras.callbacks.SwapEMAWeights swaps, by the names of Keras 3.
-            private.trainable_variables.set(self.optimizer, variables)
-            averages = [self.optimizer.get_slot(v, "average") for v in variables]
-            private.moving_averages.set(self.optimizer, averages)
-            if private.optimizer_strategy(self.optimizer) is None:
-                private.optimizer_strategy.set(self.optimizer, tf.distribute.get_strategy())
-
-
-# The first that fits. By name, since tf_keras is imported only by those who use it.
-_FAMILIES = {
-    "keras.MultiOptimizer": _KerasMulti,
-    "keras.Optimizer": _Keras,
-    "tf_keras.Optimizer": _TFKeras,
-    "tf_keras.OptimizerV2": _Legacy,
-}
 
 
 def _find_variables(value: object) -> Iterator[tf.Variable]:

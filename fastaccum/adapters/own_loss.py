@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.added_losses import get_reduction
-from fastaccum.adapters.attributes import Nest
 from fastaccum.adapters.models import Model
-from fastaccum.adapters.traces import TELLING_ROWS, WEIGHTS, list_python_calls, trace
+from fastaccum.basics.attributes import Nest
+from fastaccum.graphs.traces import TELLING_ROWS, WEIGHTS, list_python_calls, trace
 
 Reduction = Literal["mean", "sum"]
 

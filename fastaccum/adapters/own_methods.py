@@ -5,7 +5,7 @@ not.
 from __future__ import annotations
 
 from fastaccum.adapters.models import Model
-from fastaccum.lines import warn
+from fastaccum.basics.warnings import warn
 
 _LOOPS = {
     "fit": "Do what it does first in your script, before trainer.fit; pass what it does in each "

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters import row_mixing, traces
+from fastaccum.graphs import row_mixing, traces
 from fastaccum.kernels.shapes import lengths
 
 Pair = tuple[tf.Tensor, tf.Tensor]  # y_true and y_pred

@@ -13,10 +13,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import Variable, kinds, raw, replaced
 from fastaccum.adapters.optimizers import Optimizer, is_users
+from fastaccum.basics.attributes import Variable, kinds, raw, replaced
+from fastaccum.basics.warnings import warn
 from fastaccum.kernels import private
-from fastaccum.lines import warn
 
 # more numbers than the slots of any optimizer of Keras's hold for each of a weight
 MOST_PER_WEIGHT = 8.0

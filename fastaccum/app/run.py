@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 
 import keras
 
-from fastaccum import checks, lines
-from fastaccum.adapters import optimizers
+from fastaccum import checks
 from fastaccum.adapters.head import LinearCrossEntropy
 from fastaccum.app import text
 from fastaccum.app.options import CONFIG_FILE, MOST, MOST_STEPS, BadArgument, list_devices
+from fastaccum.basics.warnings import one_line
 from fastaccum.checkpoint import store
+from fastaccum.families import adapt_optimizer
 from fastaccum.memory import device
 from fastaccum.step import compile_cache
 from fastaccum.trainer import Trainer
@@ -304,7 +305,7 @@ def make_optimizer(
             raise ValueError(f"--optimizer {name!r} is unknown: tensorflow-addons has no {addon}")
         kind = classes[addon.lower()]
     else:
-        kind = type(optimizers.get(name).optimizer)
+        kind = type(adapt_optimizer(name).optimizer)
     # The decoupled weight decay that tensorflow-addons's AdamW and SGDW ask for is that of Keras's
     # AdamW.
     values = {"learning_rate": rate, "weight_decay": 0.004}
@@ -320,4 +321,4 @@ def make_optimizer(
 
 def say(topic: str, message: str) -> None:
     """Prints a line with its topic in a column of its own."""
-    print(f"{topic:10}{lines.one_line(message)}", flush=True)
+    print(f"{topic:10}{one_line(message)}", flush=True)

@@ -11,12 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import of_keras
 from fastaccum.adapters.callbacks import Callbacks
+from fastaccum.basics.attributes import of_keras
+from fastaccum.basics.warnings import warn
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.checkpoint.state import Json, plain
 from fastaccum.kernels import private
-from fastaccum.lines import warn
 
 # The attributes that Keras's own callbacks count with. Others of its callbacks hold nothing that
 # outlives a step.

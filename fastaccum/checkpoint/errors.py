@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fastaccum import lines
+from fastaccum.basics.warnings import one_line
 
 
 class _CheckpointError(ValueError):
     """Error that quotes a checkpoint, which others may have written: in one line, with escapes."""
 
     def __init__(self, message: str):
-        super().__init__(lines.one_line(message))
+        super().__init__(one_line(message))
 
 
 class CorruptCheckpointError(_CheckpointError):

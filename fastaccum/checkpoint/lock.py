@@ -9,7 +9,7 @@ import os
 import socket
 from pathlib import Path
 
-from fastaccum.lines import warn
+from fastaccum.basics.warnings import warn
 
 NAME = ".fastaccum-lock"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.basics.warnings import warn
 from fastaccum.checkpoint import callback_state, same_training, settings, state, store
 from fastaccum.checkpoint.errors import CheckpointWriteError
 from fastaccum.checkpoint.lock import FolderLock
@@ -27,7 +28,6 @@ from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.state import Json, Training, WorkerLostError, plain
 from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.kernels.devices import has_gpu, has_op_determinism
-from fastaccum.lines import warn
 
 
 class _State(NamedTuple):

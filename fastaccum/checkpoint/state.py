@@ -14,10 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters import jit_choice
-from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.callbacks import Callbacks
+from fastaccum.basics.attributes import raw
 from fastaccum.data.source import Stacks
+from fastaccum.graphs import jit_choice
 
 Json = dict[str, Any]  # an object of JSON
 # The numbers by which Keras tells apart what one process made. Another process counts anew.

@@ -30,9 +30,9 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.basics.warnings import one_line, warn
 from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from fastaccum.checkpoint.state import Json, versions
-from fastaccum.lines import one_line, warn
 
 FORMAT = 6
 MANIFEST = "manifest.json"

@@ -16,9 +16,9 @@ import optree
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.basics.warnings import warn
 from fastaccum.data import rows
 from fastaccum.data.stacks import Batch, Dispatch, Layout, Place, Position, group_steps, warn_short
-from fastaccum.lines import warn
 
 # Stacks that are made ahead of use: one waits while the next is gathered.
 PREFETCH = 2

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.data_adapters import EpochBatches, is_read_once, read_python, wrap_sequence
+from fastaccum.basics.warnings import warn
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.passes import Origin, Passes, batch_size, used_up
 from fastaccum.data.python_batches import PythonBatches
@@ -29,7 +30,6 @@ from fastaccum.data.stacks import (
     group_steps,
     warn_short,
 )
-from fastaccum.lines import warn
 
 # What Keras hands over in place of a generator's None.
 _OPTIONAL = tf.experimental.Optional

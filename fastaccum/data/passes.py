@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import kinds
 from fastaccum.adapters.data_adapters import EpochBatches
+from fastaccum.basics.attributes import kinds
+from fastaccum.basics.warnings import warn
 from fastaccum.data.python_batches import PythonBatches, ReadAhead
 from fastaccum.data.stacks import Batch, Dispatch, Place
 from fastaccum.kernels import private
-from fastaccum.lines import warn
 
 # Names of tensors in a checkpoint: the states of the iterator, and of one that has read nothing.
 _ITERATOR = "iterator"

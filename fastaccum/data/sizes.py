@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.basics.warnings import warn
 from fastaccum.data.stacks import Batch, Layout, Padding, Place, reshape, split_rows
-from fastaccum.lines import warn
 
 # A third of a padded micro-batch may be padding; above that a shorter length is worth a program.
 MAX_WASTED_SHARE = 0.34

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import Nest
-from fastaccum.lines import warn
+from fastaccum.basics.attributes import Nest
+from fastaccum.basics.warnings import warn
 
 Place = dict[str, Any]  # of a fit in its data, as plain values: numbers, lists and dicts of them
 

@@ -15,15 +15,15 @@ import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters import slots
-from fastaccum.adapters.attributes import raw, replaced, restored
 from fastaccum.adapters.losses import Losses
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
-from fastaccum.adapters.traces import list_python_calls
+from fastaccum.basics.attributes import raw, replaced, restored
 from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
 from fastaccum.distribute.workers import WorkersDifferError
+from fastaccum.graphs.traces import list_python_calls
 from fastaccum.kernels import private
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.step.built_model import BuiltModel

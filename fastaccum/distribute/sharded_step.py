@@ -13,9 +13,9 @@ import keras
 import tensorflow as tf
 
 from fastaccum.adapters import slots
-from fastaccum.adapters.attributes import raw
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
+from fastaccum.basics.attributes import raw
 from fastaccum.distribute import deal
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
 from fastaccum.distribute.replicated_step import LocalValues, ReplicatedStep, Shared, widest

@@ -18,10 +18,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import tensorflow as tf
 
+from fastaccum.basics.warnings import short_tracebacks
 from fastaccum.checkpoint import state
 from fastaccum.checkpoint.state import WorkerLostError
 from fastaccum.kernels import private
-from fastaccum.lines import short_tracebacks
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.adapters.attributes import Variable, raw
+from fastaccum.basics.attributes import Variable, raw
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.kernels import private

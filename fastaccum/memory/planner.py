@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.adapters.attributes import replaced
-from fastaccum.adapters.remat import recomputing
+from fastaccum.basics.attributes import replaced
+from fastaccum.basics.warnings import without_arguments
 from fastaccum.data.stacks import Batch
 from fastaccum.distribute.replicas import Replicas
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_stack import LayerStack
-from fastaccum.lines import without_arguments
+from fastaccum.layers.remat import recomputing
 from fastaccum.memory import cost, device
 from fastaccum.memory.analysis import (
     bytes_at_most,

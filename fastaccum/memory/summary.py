@@ -11,9 +11,9 @@ from typing import NamedTuple
 import tensorflow as tf
 from rich.table import Table
 
-from fastaccum.adapters.attributes import Variable
+from fastaccum.basics.attributes import Variable
+from fastaccum.basics.warnings import one_line
 from fastaccum.data.stacks import Batch, Layout
-from fastaccum.lines import one_line
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import head_advice, in_units

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
+from fastaccum.basics.warnings import warn
 from fastaccum.kernels import private
 from fastaccum.kernels.devices import has_gpu
-from fastaccum.lines import warn
 
 T = TypeVar("T")
 LIMIT = 2 * 2**30  # bytes, over all versions and devices; the entries used longest ago are removed

@@ -15,11 +15,11 @@ import numpy as np
 import optree
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import restored
-from fastaccum.adapters.interceptors import Interceptor, Role, intercepting
 from fastaccum.adapters.models import Model
+from fastaccum.basics.attributes import restored
+from fastaccum.basics.warnings import warn
 from fastaccum.data.stacks import Batch, trip_count
-from fastaccum.lines import warn
+from fastaccum.layers.interceptors import Interceptor, Role, intercepting
 from fastaccum.step.guards import NonFiniteError
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.program import Program

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum.adapters.outputs import NOT_WHOLE, to_whole
-from fastaccum.lines import warn
+from fastaccum.basics.warnings import warn
 
 # A corrupt row now and then must not end a long run, nor must a model that makes nothing but NaN go
 # on for hours. Were one step in ten bad, by chance, ten in a row would come once in 10**10 steps; a

@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from fastaccum.adapters import layers
-from fastaccum.adapters.attention import FusedAttention
-from fastaccum.adapters.attributes import Nest, Variable, raw, restored
 from fastaccum.adapters.callbacks import log_value
-from fastaccum.adapters.interceptors import Interceptor, intercepting
 from fastaccum.adapters.losses import Losses, Term
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
 from fastaccum.adapters.scalar_losses import Factor, ScalarLoss, divide_out
-from fastaccum.adapters.traces import COMPILED
+from fastaccum.basics.attributes import Nest, Variable, raw, restored
+from fastaccum.basics.warnings import warn
 from fastaccum.data.stacks import Batch, trip_count
+from fastaccum.graphs.traces import COMPILED
 from fastaccum.kernels.shapes import as_float, lengths
 from fastaccum.kernels.xla_ops import loop
-from fastaccum.lines import warn
+from fastaccum.layers import forms, lookups
+from fastaccum.layers.attention import FusedAttention
+from fastaccum.layers.interceptors import Interceptor, intercepting
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
 from fastaccum.step.objective import Objective
 from fastaccum.step.options import Options
@@ -177,7 +177,7 @@ class ModelObjective(Objective):
         def observe(embedding: int, ids: tf.Tensor) -> None:
             self.running.index_checks.observe(self._first_embedding + embedding, ids)
 
-        return layers.make_id_observers(self.model.lookups, observe, self.options.uses_xla)
+        return lookups.make_id_observers(self.model.lookups, observe, self.options.uses_xla)
 
     def _call_with_losses(
         self, batch: Batch, training: bool
@@ -353,10 +353,10 @@ class ModelObjective(Objective):
         called = self.model.called_layers
         interceptors: list[Interceptor] = []
         if self.options.uses_xla or self.own is None:
-            interceptors += layers.make_forms(called, self.options.uses_xla)
+            interceptors += forms.make_forms(called, self.options.uses_xla)
         fp32 = []
         if self.options.fp32_weight_gradients:
-            fp32 = layers.make_fp32(called)
+            fp32 = forms.make_fp32(called)
         answering: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.attention is not None:
             interceptors += self.attention.make_forms(called)

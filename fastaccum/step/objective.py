@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.attributes import Variable
+from fastaccum.basics.attributes import Variable
 from fastaccum.step.tracing import converted
 
 

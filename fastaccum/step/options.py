@@ -10,9 +10,9 @@ from typing import Any, Literal
 import keras
 
 from fastaccum import checks
-from fastaccum.adapters.attention import FlashAttention
 from fastaccum.adapters.own_loss import Reduction
-from fastaccum.lines import warn
+from fastaccum.basics.warnings import warn
+from fastaccum.layers.attention import FlashAttention
 from fastaccum.step import loss_scale as loss_scales
 
 OnNonfinite = Literal["skip", "raise"]

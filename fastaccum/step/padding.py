@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import kinds, of_keras, raw, replaced, restored
+from fastaccum.basics.attributes import kinds, of_keras, raw, replaced, restored
 from fastaccum.data.stacks import Batch
 from fastaccum.step.model_objective import ModelObjective
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.adapters import row_mixing, traces
 from fastaccum.data.stacks import Batch
+from fastaccum.graphs import row_mixing, traces
 from fastaccum.step.model_objective import ModelObjective
 
 

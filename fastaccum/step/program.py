@@ -13,8 +13,8 @@ import optree
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.basics.warnings import warn
 from fastaccum.kernels import private
-from fastaccum.lines import warn
 from fastaccum.step import compile_cache
 from fastaccum.step.tracing import TracedFunction
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn, Protocol
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.adapters.attributes import replaced
+from fastaccum.basics.attributes import replaced
 from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Dispatch
 from fastaccum.step import compilable

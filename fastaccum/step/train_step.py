@@ -11,13 +11,14 @@ import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum import checks
-from fastaccum.adapters import arguments, optimizers
-from fastaccum.adapters.attributes import Variable
+from fastaccum.basics import arguments
+from fastaccum.basics.attributes import Variable
+from fastaccum.basics.warnings import warn
 from fastaccum.data.stacks import trip_count
+from fastaccum.families import adapt_optimizer
 from fastaccum.kernels import gradients, trace_context
 from fastaccum.kernels.rounded import hoisted_casts
 from fastaccum.kernels.xla_ops import in_xla, loop, turns_at_once
-from fastaccum.lines import warn
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.objective import LossFunction, Objective, listed, tf_variables
@@ -178,7 +179,7 @@ class TrainStep:
             )
         self.variables = tf_variables("variables", self.trained)
         _require_trainable(self.variables)
-        self.optimizer = optimizers.get(optimizer)
+        self.optimizer = adapt_optimizer(optimizer)
         self.loss_scale = loss_scales.get(loss_scale, compute_dtype="float32")
         self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
         jit_compile = checks.true_or_false("jit_compile", jit_compile)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.adapters.attributes import replaced
+from fastaccum.basics.attributes import replaced
 from fastaccum.data.stacks import Batch
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.step.model_objective import ModelObjective

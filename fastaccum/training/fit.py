@@ -14,15 +14,16 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import arguments, jit_choice
-from fastaccum.adapters.attributes import Variable, raw
 from fastaccum.adapters.callbacks import Callbacks, LateLogs, take_backed_up_epoch
+from fastaccum.basics import arguments
+from fastaccum.basics.attributes import Variable, raw
 from fastaccum.checkpoint import state
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.data import arrays
 from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.distribute import replicas
+from fastaccum.graphs import jit_choice
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.memory.planner import Plan
 from fastaccum.step import diagnosis, program

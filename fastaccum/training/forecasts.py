@@ -8,8 +8,8 @@ import keras
 
 from fastaccum import checks
 from fastaccum.adapters.data_adapters import is_read_once, wrap_sequence
-from fastaccum.adapters.remat import installed
 from fastaccum.data.stacks import Batch
+from fastaccum.layers.remat import installed
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import specs
 from fastaccum.memory.summary import Summary, summary

@@ -10,10 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from fastaccum.adapters import arguments, fingerprint, models, optimizers, own_loss, own_methods
-from fastaccum.adapters.attributes import Variable, raw
+from fastaccum import families
+from fastaccum.adapters import fingerprint, own_loss, own_methods
 from fastaccum.adapters.losses import Losses, sparse_labels
 from fastaccum.adapters.metrics import Metrics
+from fastaccum.adapters.models import Model
+from fastaccum.adapters.optimizers import Optimizer
+from fastaccum.basics import arguments
+from fastaccum.basics.attributes import Variable, raw
 from fastaccum.checkpoint import state
 from fastaccum.data.source import Source, make_data_source
 from fastaccum.data.stacks import Batch
@@ -26,8 +30,8 @@ from fastaccum.step.options import Options
 class Recipe:
     """A model and what trains it."""
 
-    model: models.Model
-    optimizer: optimizers.Optimizer
+    model: Model
+    optimizer: Optimizer
     losses: Losses
     metrics: Metrics
     given: Mapping[str, object]  # "loss" and "loss_weights", as they were passed or compiled
@@ -38,10 +42,10 @@ class Recipe:
         """Checks arguments of `Trainer` and completes those of `compile` by what the model was
         compiled with.
         """
-        adapted = models.get(model)
+        adapted = families.adapt_model(model)
         own_methods.require_called(adapted)
         metrics = own_loss.with_compiled_defaults(adapted, compiled)
-        trains = optimizers.get(metrics.pop("optimizer"), adapted.keras_module.optimizers)
+        trains = families.adapt_optimizer(metrics.pop("optimizer"), adapted.keras_module.optimizers)
         losses = {name: metrics.pop(name) for name in ("loss", "loss_weights")}
         found = cls(
             adapted,

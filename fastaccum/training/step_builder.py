@@ -12,17 +12,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters import jit_choice, own_loss, remat, slots
-from fastaccum.adapters.attributes import Nest, Variable, raw, replaced, restored
-from fastaccum.adapters.interceptors import Interceptor
-from fastaccum.adapters.keras_models import WithinFit
+from fastaccum.adapters import own_loss, slots
+from fastaccum.adapters.models import WithinFit
+from fastaccum.basics.attributes import Nest, Variable, raw, replaced, restored
+from fastaccum.basics.warnings import warn
 from fastaccum.data.stacks import Batch, Layout
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
 from fastaccum.distribute.sharded_step import ShardedStep
+from fastaccum.graphs import jit_choice
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.devices import has_gpu
-from fastaccum.lines import warn
+from fastaccum.layers import remat
+from fastaccum.layers.interceptors import Interceptor
 from fastaccum.memory.analysis import needs_shares
 from fastaccum.memory.guard import Guard
 from fastaccum.step import compilable, padding

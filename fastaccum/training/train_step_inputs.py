@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters import arguments, remat
+from fastaccum.basics import arguments
 from fastaccum.data.rows import as_stack
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.kernels.devices import has_gpu
+from fastaccum.layers import remat
 from fastaccum.step.options import Options
 from fastaccum.step.program import Program, flatten
 from fastaccum.step.step import PendingStep, Step

@@ -10,7 +10,8 @@ from keras.src.layers import layer as keras_layer
 from oracle import keras_steps
 
 import fastaccum as fa
-from fastaccum.adapters import added_losses, models
+from fastaccum.adapters import added_losses
+from fastaccum.families import adapt_model
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(20, 6)).astype("float32")
@@ -105,8 +106,8 @@ def test_compute_dtype_is_the_lowest_of_any_layer():
     model = keras.Sequential(
         [keras.Input((6,)), keras.layers.Dense(2, dtype="mixed_float16"), keras.layers.Dense(1)]
     )
-    assert models.get(model).compute_dtype == "float16"
-    assert models.get(functional()).compute_dtype == "float32"
+    assert adapt_model(model).compute_dtype == "float16"
+    assert adapt_model(functional()).compute_dtype == "float32"
 
 
 def test_adopting_leaves_no_metric_twice():

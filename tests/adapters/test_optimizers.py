@@ -19,7 +19,7 @@ from every_optimizer import (
 )
 
 import fastaccum as fa
-from fastaccum.adapters import optimizers
+from fastaccum.families import adapt_optimizer
 
 STEPS = 3
 
@@ -98,7 +98,7 @@ OF_TF_KERAS = [n for n in TF_KERAS if n not in ("tf_keras Adam, EMA", "legacy Ad
 def test_an_update_equals_the_optimizers_own_and_a_skip_leaves_every_bit(name):
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
     reference = ALL[name]()
-    optimizer = optimizers.get(ALL[name]())
+    optimizer = adapt_optimizer(ALL[name]())
     optimizer.build(ours)
     held = optimizer.variables
     assert len({id(v) for v in held}) == len(held)
@@ -137,7 +137,7 @@ def test_the_skip_test_sees_a_variable_left_out():
     step.
     """
     variables = make_model().trainable_variables
-    optimizer = optimizers.get(TFA["Lookahead"]())
+    optimizer = adapt_optimizer(TFA["Lookahead"]())
     optimizer.build(variables)
     listed = {id(v) for v in optimizer.optimizer.variables()}
     missed = [v for v in optimizer.variables if id(v) not in listed]
@@ -161,7 +161,7 @@ def test_the_skip_test_sees_a_variable_left_out():
 )
 def test_several_updates_in_one_loop(name):
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
-    reference, optimizer = ALL[name](), optimizers.get(ALL[name]())
+    reference, optimizer = ALL[name](), adapt_optimizer(ALL[name]())
     optimizer.build(ours)
     gradients = make_gradients(ours)
 
@@ -184,7 +184,7 @@ def test_several_updates_in_one_loop(name):
 )
 def test_a_variable_without_a_gradient_is_left_alone(name, recwarn):
     variables = make_model().trainable_variables
-    optimizer = optimizers.get(ALL[name]())
+    optimizer = adapt_optimizer(ALL[name]())
     optimizer.build(variables)
     (gradients,) = make_gradients(variables, steps=1)
     before = snapshot(raw(variables))
@@ -197,7 +197,7 @@ def test_a_variable_without_a_gradient_is_left_alone(name, recwarn):
 
 def test_no_gradient_at_all():
     variables = make_model().trainable_variables
-    optimizer = optimizers.get("sgd")
+    optimizer = adapt_optimizer("sgd")
     optimizer.build(variables)
     with pytest.raises(ValueError, match="no variable has a gradient"):
         optimizer.apply([None] * len(variables), variables)
@@ -211,7 +211,7 @@ def test_plain_variables(name):
     model = make_model().trainable_variables
     names = ["block/a/kernel", "block/a/bias", "embedding_b/kernel", "b/bias"]
     ours = [tf.Variable(v.value, name=n) for v, n in zip(model, names, strict=True)]
-    reference, optimizer = ALL[name](), optimizers.get(ALL[name]())
+    reference, optimizer = ALL[name](), adapt_optimizer(ALL[name]())
     if name == "Muon":
         # It treats embeddings by AdamW, by their name: the second kernel, which the model calls
         # otherwise.
@@ -227,7 +227,7 @@ def test_plain_variables(name):
 def test_constraints_hold(name):
     variables = make_model().trainable_variables
     variables[0].constraint = keras.constraints.NonNeg()
-    optimizer = optimizers.get(ALL[name]())
+    optimizer = adapt_optimizer(ALL[name]())
     optimizer.build(variables)
     jitted(optimizer, variables)(make_gradients(variables)[0], tf.constant(True))
     assert variables[0].numpy().min() == 0.0
@@ -236,7 +236,7 @@ def test_constraints_hold(name):
 
 def test_the_constraint_of_a_plain_variable_holds():
     variable = tf.Variable([-1.0, 1.0], constraint=tf.nn.relu)
-    optimizer = optimizers.get("sgd")
+    optimizer = adapt_optimizer("sgd")
     optimizer.build([variable])
     optimizer.apply([tf.zeros(2)], [variable])
     assert variable.numpy().tolist() == [0.0, 1.0]
@@ -253,7 +253,7 @@ def test_the_constraint_of_a_plain_variable_holds():
 def test_other_variable_dtypes(name, dtype):
     values = [[[0.01, 0.02]] * 3, [0.03, -0.04]]
     variables = [keras.Variable(v, dtype=dtype, name=f"v{i}") for i, v in enumerate(values)]
-    optimizer = optimizers.get(ALL[name]())
+    optimizer = adapt_optimizer(ALL[name]())
     optimizer.build(variables)
     copies = [keras.Variable(v, dtype=dtype, name=f"c{i}") for i, v in enumerate(values)]
     reference = ALL[name]()
@@ -279,7 +279,7 @@ def test_a_keras_schedule_drives_an_addons_optimizer():
         lambda rate: fa.addons.optimizers.Lookahead(tf_keras().legacy.SGD(rate), sync_period=100),
     ):
         variable = tf.Variable(1.0)
-        optimizer = optimizers.get(make(schedule))
+        optimizer = adapt_optimizer(make(schedule))
         optimizer.build([variable])
         step = jitted(optimizer, [variable])
         for _ in range(STEPS):
@@ -293,7 +293,7 @@ def test_an_integer_hyperparameter_is_no_int32_variable():
         tf_keras().legacy.SGD(1),
         fa.addons.optimizers.COCOB(alpha=100),
     ):
-        adapter = optimizers.get(optimizer)
+        adapter = adapt_optimizer(optimizer)
         adapter.build([tf.Variable(1.0)])
         assert tf.int32 not in {v.dtype for v in reachable(optimizer)}
 
@@ -304,7 +304,7 @@ def test_a_wrapper_in_a_wrapper_counts_every_update():
     """
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
     adam = keras.optimizers.Adam(0.1)
-    optimizer = optimizers.get(
+    optimizer = adapt_optimizer(
         fa.addons.optimizers.MovingAverage(
             fa.addons.optimizers.Lookahead(tf_keras().legacy.Adam(0.1), sync_period=100),
             average_decay=0.5,
@@ -321,7 +321,7 @@ def test_a_wrapper_in_a_wrapper_counts_every_update():
 @pytest.mark.parametrize("name", ["Adam, EMA", "tf_keras Adam, EMA", "SGD", "MovingAverage"])
 def test_finalize_is_what_keras_does_at_the_end_of_fit(name):
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
-    reference, optimizer = ALL[name](), optimizers.get(ALL[name]())
+    reference, optimizer = ALL[name](), adapt_optimizer(ALL[name]())
     optimizer.build(ours)
     for gradients in make_gradients(ours):
         optimizer.apply(gradients, ours)
@@ -337,30 +337,30 @@ def test_finalize_is_what_keras_does_at_the_end_of_fit(name):
 @pytest.mark.parametrize("name", ["AdamW", "Multi", "tf_keras SGD", "legacy Adam", "Lookahead"])
 def test_build_again(name):
     variables, others = make_model().trainable_variables, make_model(1).trainable_variables
-    optimizer = optimizers.get(ALL[name]())
+    optimizer = adapt_optimizer(ALL[name]())
     optimizer.build(variables)
     first = optimizer.variables
     optimizer.build(list(variables))
     assert [id(v) for v in optimizer.variables] == [id(v) for v in first]
-    again = optimizers.get(optimizer.optimizer)  # a second trainer on the same model and optimizer
+    again = adapt_optimizer(optimizer.optimizer)  # a second trainer on the same model and optimizer
     again.build(variables)
     assert {id(v) for v in again.variables} == {id(v) for v in first}
-    for adapter in (optimizer, optimizers.get(optimizer.optimizer)):
+    for adapter in (optimizer, adapt_optimizer(optimizer.optimizer)):
         with pytest.raises(ValueError, match="built on other variables"):
             adapter.build(others)
 
 
 def test_names():
-    assert isinstance(optimizers.get("AdamW").optimizer, keras.optimizers.AdamW)
-    assert isinstance(optimizers.get("lamb").optimizer, keras.optimizers.Lamb)
-    adapter = optimizers.get("sgd")
-    assert optimizers.get(adapter) is adapter
+    assert isinstance(adapt_optimizer("AdamW").optimizer, keras.optimizers.AdamW)
+    assert isinstance(adapt_optimizer("lamb").optimizer, keras.optimizers.Lamb)
+    adapter = adapt_optimizer("sgd")
+    assert adapt_optimizer(adapter) is adapter
     with pytest.raises(
         ValueError, match=r"'adamm' is not a name of keras.optimizers\. Did you mean 'adam'"
     ):
-        optimizers.get("adamm")
+        adapt_optimizer("adamm")
     with pytest.raises(ValueError, match=r"'zzz' is not a name of keras.optimizers\. Pass others"):
-        optimizers.get("zzz")
+        adapt_optimizer("zzz")
 
 
 def test_a_name_for_a_tf_keras_model_is_tf_keras_s(tmp_path):
@@ -382,12 +382,12 @@ def test_a_name_for_a_tf_keras_model_is_tf_keras_s(tmp_path):
 
 def test_not_an_optimizer_or_none_that_can_work():
     with pytest.raises(TypeError, match="SGD is a class: call it"):
-        optimizers.get(keras.optimizers.SGD)
+        adapt_optimizer(keras.optimizers.SGD)
     for thing in (0.1, None, keras.losses.MeanSquaredError(), {"class_name": "Adam"}):
         with pytest.raises(TypeError, match=f"is of type {type(thing).__name__}"):
-            optimizers.get(thing)
+            adapt_optimizer(thing)
     with pytest.raises(ValueError, match=r"Nadam counts updates in Python.*legacy\.Nadam"):
-        optimizers.get(tf_keras().Nadam(0.1))
+        adapt_optimizer(tf_keras().Nadam(0.1))
 
 
 def test_optimizers_that_accumulate_or_scale_by_themselves():
@@ -396,10 +396,10 @@ def test_optimizers_that_accumulate_or_scale_by_themselves():
     sgd = keras.optimizers.SGD
     remedy = r"SGD has gradient_accumulation_steps=4.*pass Trainer\(gradient_accumulation_steps=4\)"
     with pytest.raises(ValueError, match=remedy):
-        optimizers.get(sgd(0.1, gradient_accumulation_steps=4))
+        adapt_optimizer(sgd(0.1, gradient_accumulation_steps=4))
     remedy = r"loss_scale_factor=8.*pass Trainer\(loss_scale=fastaccum\.StaticLossScale\(8\.0\)\)"
     with pytest.raises(ValueError, match=remedy):
-        optimizers.get(sgd(0.1, loss_scale_factor=8.0))
+        adapt_optimizer(sgd(0.1, loss_scale_factor=8.0))
     scaled = tf_keras.mixed_precision.LossScaleOptimizer
     for optimizer in (
         keras.optimizers.LossScaleOptimizer(sgd(0.1)),
@@ -409,7 +409,7 @@ def test_optimizers_that_accumulate_or_scale_by_themselves():
         with pytest.raises(
             ValueError, match=r"LossScaleOptimizer\w* scales the loss.*pass the optimizer inside"
         ):
-            optimizers.get(optimizer)
+            adapt_optimizer(optimizer)
 
 
 @pytest.mark.skipif(SINCE["Multi"] > VERSION, reason="of a later Keras")
@@ -418,8 +418,8 @@ def test_optimizers_in_a_multi_optimizer_that_accumulate_by_themselves():
     inner = sgd(0.1, gradient_accumulation_steps=4)
     accumulating = keras.optimizers.OptimizerMap(sgd(0.1), {".*bias": inner})
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
-        optimizers.get(keras.optimizers.MultiOptimizer(accumulating))
-    late = optimizers.get(
+        adapt_optimizer(keras.optimizers.MultiOptimizer(accumulating))
+    late = adapt_optimizer(
         keras.optimizers.MultiOptimizer(lambda v: sgd(0.1, gradient_accumulation_steps=4))
     )
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4"):
@@ -430,7 +430,7 @@ def test_float8_variables_are_refused():
     variable = keras.Variable(1.0, name="scale")
     variable.overwrite_with_gradient = True
     with pytest.raises(ValueError, match="float8"):
-        optimizers.get("sgd").build([variable])
+        adapt_optimizer("sgd").build([variable])
 
 
 def test_the_xla_updates_of_tf_keras_on_a_gpu_compile_inside_the_step():
@@ -438,7 +438,7 @@ def test_the_xla_updates_of_tf_keras_on_a_gpu_compile_inside_the_step():
     program too.
     """
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
-    optimizer, reference = optimizers.get(tf_keras().Adam(0.1)), tf_keras().Adam(0.1)
+    optimizer, reference = adapt_optimizer(tf_keras().Adam(0.1)), tf_keras().Adam(0.1)
     optimizer.optimizer.jit_compile = True
     optimizer.build(ours)
     step = jitted(optimizer, ours)
@@ -492,7 +492,7 @@ def test_trainable_switched_after_building():
     """Whoever froze a layer may want it back, and not a new optimizer."""
     model = make_model()
     model.layers[0].trainable = False
-    optimizer = optimizers.get("sgd")
+    optimizer = adapt_optimizer("sgd")
     optimizer.build(model.trainable_variables)
     model.layers[0].trainable = True
     with pytest.raises(
@@ -508,7 +508,7 @@ def test_slots_have_the_names_that_the_optimizer_gives_them():
     """Those of `apply_gradients`, by which files of weights know them."""
     names = []
     for build in (
-        lambda o, v: optimizers.get(o).build([v]),
+        lambda o, v: adapt_optimizer(o).build([v]),
         lambda o, v: o.apply_gradients([(tf.ones(2), v)]),
     ):
         optimizer = fa.addons.optimizers.Lookahead(fa.addons.optimizers.LazyAdam(0.1))
@@ -531,13 +531,13 @@ def test_what_an_optimizer_of_ones_own_overrides_is_called_or_refused():
             return super().compute_gradients(*arguments, **keywords)
 
     variable = keras.Variable([1.0])
-    optimizer = optimizers.get(Twice(0.1))
+    optimizer = adapt_optimizer(Twice(0.1))
     optimizer.build([variable])
     optimizer.apply([tf.constant([1.0])], [variable])
     np.testing.assert_allclose(variable, [0.8])
     for refused, method in ((Scaled(), "scale_loss"), (Minimized(), "compute_gradients")):
         with pytest.raises(ValueError, match=f"overrides {method}, which a train step never calls"):
-            optimizers.get(refused)
+            adapt_optimizer(refused)
 
 
 def test_schedule_free_adamw_equals_its_formula():

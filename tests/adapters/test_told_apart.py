@@ -21,24 +21,22 @@ from keras import ops
 import fastaccum as fa
 from fastaccum.adapters import (
     added_losses,
-    attention,
-    blocks,
     callbacks,
     fingerprint,
     head,
-    huggingface,
-    keras_models,
-    layers,
     losses,
     metrics,
     models,
     optimizers,
-    untouched_rows,
 )
-from fastaccum.adapters.attributes import function_of, kinds, known_name, of_keras, package
+from fastaccum.basics.attributes import function_of, kinds, known_name, of_keras, package
 from fastaccum.checkpoint import callback_state
 from fastaccum.data import passes
+from fastaccum.families import adapt_model, adapt_optimizer
 from fastaccum.kernels import norms, private
+from fastaccum.layers import attention, blocks, forms, lookups
+from fastaccum.legacy import huggingface, untouched_rows
+from fastaccum.legacy.tf_keras_models import TFKerasModel
 
 tf_keras = pytest.importorskip("tf_keras")
 
@@ -162,7 +160,7 @@ def test_a_frozen_layer_with_the_name_of_another_moves_no_statistics():
     one = keras.layers.BatchNormalization(name="norm")
     frozen = keras.layers.BatchNormalization(name="norm", trainable=False)
     inner = keras.Sequential([keras.Input((5,)), frozen])
-    adapted = models.get(keras.Sequential([keras.Input((5,)), one, inner]))
+    adapted = adapt_model(keras.Sequential([keras.Input((5,)), one, inner]))
     moving = [one.moving_mean.value, one.moving_variance.value]
     assert [id(v) for v in adapted.statistics] == [id(v) for v in moving]
 
@@ -378,16 +376,16 @@ PLACES = {
         [KERAS.Dense(3, linear), KERAS.Dense(3, wrapped(keras.activations.linear))],
         [KERAS.Dense(3, keras.activations.linear), KERAS.Dense(3), TF_KERAS.Dense(3)],
     ),
-    "layers._is_dilated": (
-        layers._is_dilated,
+    "forms._is_dilated": (
+        forms._is_dilated,
         [impostor("Conv2D", dilation_rate=(2, 2), data_format="channels_last")()],
         [
             subclass(KERAS.Conv2D)(1, 3, dilation_rate=2),
             subclass(TF_KERAS.Conv2D)(1, 3, dilation_rate=2),
         ],
     ),
-    "layers._lookup_class": (
-        lambda layer: layers._lookup_class(layer) is not None,
+    "lookups._lookup_class": (
+        lambda layer: lookups._lookup_class(layer) is not None,
         [impostor("Embedding")()],
         [subclass(KERAS.Embedding)(2, 2), subclass(TF_KERAS.Embedding)(2, 2)],
     ),
@@ -401,13 +399,13 @@ PLACES = {
         [impostor("SpectralNormalization")()],
         [subclass(KERAS.SpectralNormalization)(KERAS.Dense(1))],
     ),
-    "keras_models.never_draws": (
-        keras_models.never_draws,
+    "models.never_draws": (
+        models.never_draws,
         [impostor("Dropout", rate=0)()],
         [KERAS.Dropout(0, name="a")],
     ),
-    "keras_models._may_count_rows": (
-        lambda layer: not keras_models._may_count_rows(layer),
+    "models._may_count_rows": (
+        lambda layer: not models._may_count_rows(layer),
         [
             impostor("Dense")(),
             KERAS.Dense(1, wrapped(keras.activations.relu)),
@@ -419,18 +417,18 @@ PLACES = {
             KERAS.Dense(1, KERAS.LeakyReLU()),
         ],
     ),
-    "keras_models._may_do_more": (
-        lambda layer: not keras_models._may_do_more(layer),
+    "models._may_do_more": (
+        lambda layer: not models._may_do_more(layer),
         [impostor("Dense")()],
         [KERAS.Dense(1, name="mine")],
     ),
     "models, random layers of tf_keras": (
-        lambda layer: models.TFKerasModel(tf_keras.Sequential())._draws(layer),
+        lambda layer: TFKerasModel(tf_keras.Sequential())._draws(layer),
         [impostor("BaseRandomLayer")()],
         [subclass(TF_KERAS.Dropout)(0.5)],
     ),
-    "optimizers.get": (
-        lambda optimizer: isinstance(_answer(optimizers.get, optimizer), optimizers.Optimizer),
+    "families.adapt_optimizer": (
+        lambda optimizer: isinstance(_answer(adapt_optimizer, optimizer), optimizers.Optimizer),
         [impostor("Optimizer", object, "keras.src.optimizers.optimizer")()],
         [subclass(keras.optimizers.SGD)(), subclass(tf_keras.optimizers.SGD)()],
     ),
@@ -589,16 +587,16 @@ PLACES_WITH_NAMES = {
     "kernels/origins.py:_is_defined_in": (
         "tells a class that a function made, whose methods' globals decide"
     ),
-    "fastaccum/adapters/attention.py:_hub_form": (
+    "fastaccum/layers/attention.py:_hub_form": (
         "a key, of a class that is KerasHub's by `package`"
     ),
-    "fastaccum/adapters/huggingface.py:_loss_class": (
+    "fastaccum/legacy/huggingface.py:_loss_class": (
         "a key, of a function that is transformers's by `package`"
     ),
-    "fastaccum/adapters/untouched_rows.py:_decays": (
+    "fastaccum/legacy/untouched_rows.py:_decays": (
         "of a function that is tensorflow-addons's by `package`"
     ),
-    "fastaccum/adapters/untouched_rows.py:_find_forms": (
+    "fastaccum/legacy/untouched_rows.py:_find_forms": (
         "of functions that are a package's by `package`; and a message"
     ),
     "fastaccum/training/reading.py:_release_iterators": (
@@ -627,9 +625,9 @@ PLACES_WITH_NAMES = {
         "the key in a file, by which a later process finds a callback"
     ),
     "fastaccum/checkpoint/state.py:plain": "the value in a file of what JSON does not hold",
-    "fastaccum/adapters/interceptors.py:_place": "the name that a layer's class keeps",
+    "fastaccum/layers/interceptors.py:_place": "the name that a layer's class keeps",
     "fastaccum/addons.py:_other_finders": "of this module's own finder",
-    "fastaccum/lines.py:_is_inner": "of a frame's globals: which line a warning names",
+    "fastaccum/basics/warnings.py:_is_inner": "of a frame's globals: which line a warning names",
     "fastaccum/step/compile_cache.py:number_by_function": (
         "numbers the names of a trace; chance ones only cost a hit"
     ),

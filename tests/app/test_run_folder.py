@@ -11,9 +11,10 @@ import keras
 import pytest
 from resuming import holding
 
-from fastaccum import cli, lines
+from fastaccum import cli
 from fastaccum.app import options
 from fastaccum.app.run import Run, begin, replacing
+from fastaccum.basics import warnings
 
 pytestmark = pytest.mark.long
 
@@ -140,5 +141,5 @@ def test_a_model_file_with_code_is_refused_by_keras(tmp_path):
 
 
 def test_what_others_wrote_cannot_move_the_cursor():
-    assert lines.one_line("a\x1b[2J\r\n\ud800é│") == "a\\x1b[2J\\r \\ud800é│"
-    assert len(lines.one_line("x" * 10**7)) < 2100
+    assert warnings.one_line("a\x1b[2J\r\n\ud800é│") == "a\\x1b[2J\\r \\ud800é│"
+    assert len(warnings.one_line("x" * 10**7)) < 2100

@@ -24,10 +24,10 @@ from pieces import Job, farthest
 from resuming import Interruption, StopAfter, edit_manifest, scramble
 
 import fastaccum as fa
-from fastaccum.adapters import models
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.data import source
 from fastaccum.data.stacks import Layout, Position
+from fastaccum.families import adapt_model
 
 pytestmark = pytest.mark.long
 
@@ -226,7 +226,7 @@ def test_layers_whose_rates_are_0_hang_on_no_pieces(of):
     def told(rate):
         cell = of.layers.GRUCell(2, recurrent_dropout=rate, name="cell")
         layers = [of.layers.RNN(cell), of.layers.Dropout(rate, name="masks"), of.layers.Dense(1)]
-        return models.get(
+        return adapt_model(
             of.Sequential([of.layers.InputLayer((3, 2)), *layers])
         ).split_sensitive_layers
 

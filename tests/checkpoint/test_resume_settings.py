@@ -11,7 +11,7 @@ import pytest
 from resuming import Interruption, Stateless, StopAfter, bits, edit_manifest, state
 
 import fastaccum as fa
-from fastaccum.adapters.attributes import raw
+from fastaccum.basics.attributes import raw
 from fastaccum.checkpoint import settings, store
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 

@@ -14,9 +14,9 @@ import tensorflow as tf
 from resuming import Interruption, Stateless, StopAfter, bits, edit_manifest, scramble
 
 import fastaccum as fa
-from fastaccum.adapters import jit_choice
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
+from fastaccum.graphs import jit_choice
 
 X = np.random.default_rng(0).normal(size=(24, 2)).astype("float32")
 Y = X.sum(1, keepdims=True)

@@ -22,7 +22,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters.keras_models import Model
+from fastaccum.adapters.models import Model
 from fastaccum.distribute import replicas
 
 COUNT = int(sys.argv[1]) if __name__ == "__main__" else 1

@@ -8,7 +8,7 @@ import json
 import keras
 import numpy as np
 
-from fastaccum.adapters.attributes import raw
+from fastaccum.basics.attributes import raw
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.lock import FolderLock
 

@@ -24,7 +24,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import attention
+from fastaccum.layers import attention
 
 MIXED = "mixed_float16", "mixed_bfloat16"
 TOLERANCE = 1e-5

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 import fastaccum as fa
-from fastaccum.adapters import row_mixing, traces
+from fastaccum.graphs import row_mixing, traces
 from fastaccum.kernels import checkpoint_name, layer_loop
 from fastaccum.kernels.layer_loop import LayerGraph
 from fastaccum.kernels.layer_stack import LayerStack

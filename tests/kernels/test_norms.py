@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fastaccum.adapters import layers
-from fastaccum.adapters.interceptors import intercepting
 from fastaccum.kernels import norms
+from fastaccum.layers import forms
+from fastaccum.layers.interceptors import intercepting
 from fastaccum.step import compiler_ir as compiled
 
 RNG = np.random.default_rng(0)
@@ -264,7 +264,7 @@ def test_a_layer_computes_as_keras_has_it(kind, options, replaces, policy):
     layer.set_weights([RNG.normal(size=w.shape) for w in layer.weights])
     weights = tuple(w.value for w in layer.weights)
     keras_own = values_and_gradients(lambda x, *_: layer(x), x, *weights)
-    replacing = intercepting(layers.make_forms([layer], True))
+    replacing = intercepting(forms.make_forms([layer], True))
     with replacing, mock.patch.object(norms, "_norm", wraps=norms._norm) as norm:
         ours = values_and_gradients(lambda x, *_: layer(x), x, *weights)
     assert norm.called == replaces
@@ -279,6 +279,6 @@ def test_a_layer_computes_as_keras_has_it(kind, options, replaces, policy):
 def test_a_call_that_was_set_on_a_layer_is_left_alone():
     layer = keras.layers.LayerNormalization()
     layer.call = tf.negative
-    with intercepting(layers.make_forms([layer], True)):
+    with intercepting(forms.make_forms([layer], True)):
         assert layer(tf.ones([1, 2])).numpy().tolist() == [[-1, -1]]
     assert layer.call is tf.negative

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters.remat import installed
 from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.stacks import Dispatch
+from fastaccum.layers.remat import installed
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import IN_FLIGHT, dispatch_memory, specs, stacked
 

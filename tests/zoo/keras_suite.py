@@ -27,7 +27,8 @@ import pytest
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 import fastaccum as fa
-from fastaccum.adapters import models
+from fastaccum import families
+from fastaccum.adapters.models import Model
 
 NOTES = pathlib.Path(__file__).with_name("notes.md")
 HEADING = "## Keras's own trainer tests"
@@ -47,9 +48,9 @@ class Behind:
         for name in OURS:
             setattr(TensorFlowTrainer, name, self._behind(name))
         # Keras's tests mix a layer with its trainer, where users write a keras.Model.
-        known = models.get
-        models.get = lambda model: (
-            models.Model(model) if isinstance(model, TensorFlowTrainer) else known(model)
+        known = families.adapt_model
+        families.adapt_model = lambda model: (
+            Model(model) if isinstance(model, TensorFlowTrainer) else known(model)
         )
 
     def __exit__(self, *error: object) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fastaccum as fa
-from fastaccum.adapters import attention as adapter
 from fastaccum.kernels import attention
+from fastaccum.layers import attention as adapter
 
 hub = pytest.importorskip("keras_hub").models
 pytestmark = [pytest.mark.zoo, pytest.mark.quick]

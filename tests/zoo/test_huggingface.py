@@ -9,7 +9,9 @@ import tf_keras
 from zoo import Case, Steps, row
 
 import fastaccum as fa
-from fastaccum.adapters import huggingface, models
+from fastaccum.families import adapt_model
+from fastaccum.legacy import huggingface
+from fastaccum.legacy.tf_keras_models import PretrainedModel
 
 transformers = pytest.importorskip("transformers")
 
@@ -594,7 +596,7 @@ def test_micro_batches_add_up_to_the_loss_that_a_model_returns(kind, padded):
 @pytest.mark.zoo
 def test_labels_are_merged_and_matched_as_in_its_train_step():
     model, x = bert("SequenceClassification"), text()
-    assert isinstance(models.get(model), models.PretrainedModel)
+    assert isinstance(adapt_model(model), PretrainedModel)
     y = classes(2)
     assert huggingface.merge_labels(model, x["input_ids"], y) == {
         "input_ids": x["input_ids"],

@@ -11,10 +11,10 @@ import tensorflow as tf
 import tf_keras
 
 import fastaccum as fa
-from fastaccum.adapters import attention, blocks
-from fastaccum.adapters.attention_masks import read_mask
-from fastaccum.adapters.remat import installed, recomputing
 from fastaccum.kernels import blockwise_attention, recompute
+from fastaccum.layers import attention, blocks
+from fastaccum.layers.attention_masks import read_mask
+from fastaccum.layers.remat import installed, recomputing
 
 layers = keras.layers
 VOCABULARY, LENGTH, WIDTH, CLASSES = 11, 6, 8, 5

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import Nest, Variable, raw
+from fastaccum.basics.attributes import Nest, Variable, raw
 from fastaccum.kernels import private
 from fastaccum.kernels.recomputed_function import DRAWS
 

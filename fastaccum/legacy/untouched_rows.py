@@ -20,7 +20,7 @@ from typing import Literal
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import package
+from fastaccum.basics.attributes import package
 from fastaccum.kernels import private
 
 # By the class that defines the sparse form. What does the same to every row as the dense form, what

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fastaccum.adapters import models
+from fastaccum.families import adapt_model
 
 L = keras.layers
 ROWS, STEPS, WIDTH, IDS = 4, 6, 3, 50
@@ -248,7 +248,7 @@ def test_the_verdict_is_that_of_numbers(name, mask, kind):
     model = kind([make() for make in (*MASKS[mask], (BY_ROW | MIXING)[name])])
     ids, values = tf.TensorSpec([None, STEPS], tf.int32), tf.TensorSpec([None, STEPS, WIDTH])
     spec = ids if mask == "zeros masked" else values
-    adapted = models.get(model)
+    adapted = adapt_model(model)
     adapted.symbolic_call(spec, training=True)
     assert adapted.mixes_rows == (name in MIXING) == mixes_in_numbers(model, spec)
 
@@ -268,7 +268,7 @@ BEHIND_THRESHOLDS = {
 
 @pytest.mark.parametrize("name", BEHIND_THRESHOLDS)
 def test_what_mixes_rows_for_some_values_alone(name):
-    adapted = models.get(functional([BEHIND_THRESHOLDS[name]()]))
+    adapted = adapt_model(functional([BEHIND_THRESHOLDS[name]()]))
     adapted.symbolic_call(tf.TensorSpec([None, STEPS, WIDTH]), training=True)
     assert adapted.mixes_rows
 
@@ -276,7 +276,7 @@ def test_what_mixes_rows_for_some_values_alone(name):
 @pytest.mark.parametrize("layer", [L.GRU, L.LSTM])
 def test_sequences_of_any_length_are_by_row(layer):
     x = keras.Input([None, WIDTH])
-    adapted = models.get(keras.Model(x, layer(2)(L.Masking()(x))))
+    adapted = adapt_model(keras.Model(x, layer(2)(L.Masking()(x))))
     adapted.symbolic_call(tf.TensorSpec([None, None, WIDTH]), training=True)
     assert not adapted.mixes_rows
 
@@ -285,6 +285,6 @@ def test_sequences_of_any_length_are_by_row(layer):
 def test_layers_that_mix_images_in_training(name):
     if not hasattr(L, name):
         pytest.skip(f"This Keras has no {name}")
-    adapted = models.get(keras.Sequential([keras.Input([6, 6, 3]), getattr(L, name)()]))
+    adapted = adapt_model(keras.Sequential([keras.Input([6, 6, 3]), getattr(L, name)()]))
     adapted.symbolic_call(tf.TensorSpec([None, 6, 6, 3]), training=True)
     assert adapted.mixes_rows

@@ -19,14 +19,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.attention_masks import Mask, read_mask
-from fastaccum.adapters.attributes import known_name, of_keras, package
-from fastaccum.adapters.interceptors import Interceptor, Role
+from fastaccum.basics.attributes import known_name, of_keras, package
+from fastaccum.basics.warnings import warn
 from fastaccum.kernels import private, trace_context
 from fastaccum.kernels.attention import attention, attention_implementation
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import HALF, in_xla
-from fastaccum.lines import warn
+from fastaccum.layers.attention_masks import Mask, read_mask
+from fastaccum.layers.interceptors import Interceptor, Role
 
 FlashAttention = Literal["auto"] | bool
 Call = Callable[..., Any]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import Nest, kinds, package, replaced
-from fastaccum.lines import warn
+from fastaccum.basics.attributes import Nest, kinds, package, replaced
+from fastaccum.basics.warnings import warn
 
 
 class Observed(NamedTuple):

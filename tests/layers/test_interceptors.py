@@ -10,8 +10,9 @@ import tensorflow as tf
 import tf_keras
 
 import fastaccum as fa
-from fastaccum.adapters import layers
-from fastaccum.adapters.interceptors import (
+from fastaccum.adapters.models import Model
+from fastaccum.layers import forms
+from fastaccum.layers.interceptors import (
     Interceptor,
     Role,
     install,
@@ -19,7 +20,7 @@ from fastaccum.adapters.interceptors import (
     intercepting,
     remove,
 )
-from fastaccum.adapters.keras_models import Model
+from fastaccum.layers.lookups import make_id_observers
 
 
 class Doubled(keras.layers.Dense):
@@ -161,10 +162,10 @@ def test_forms_precision_recomputation_and_observers_give_one_result_in_any_orde
     fa.remat(model, None)
     observed = []
     kinds = [
-        layers.make_forms(model.layers, True),
-        layers.make_fp32(adapter.called_layers),
+        forms.make_forms(model.layers, True),
+        forms.make_fp32(adapter.called_layers),
         recomputing,
-        layers.make_id_observers(
+        make_id_observers(
             [(model.layers[1], 5)], lambda i, ids: observed.append((i, tuple(ids.shape))), True
         ),
     ]

@@ -10,11 +10,11 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters import blocks, interceptors, models
-from fastaccum.adapters.attributes import Nest
+from fastaccum.basics.attributes import Nest, require_model
 from fastaccum.kernels import private
 from fastaccum.kernels.recompute import recomputed
 from fastaccum.kernels.recomputed_function import Policy, require_policy
+from fastaccum.layers import blocks, interceptors
 
 AnyModel = TypeVar("AnyModel", bound=keras.Model)
 _changes = 0  # of any model, in this process
@@ -61,7 +61,7 @@ def remat(
     >>> [layer.name for layer in model.layers] == [layer.name for layer in everything]
     True
     """
-    models.get(model)  # raises for what is no model
+    require_model(model)
     replacing: list[interceptors.Interceptor] = []
     if policy is not None and require_policy(policy) != "everything_saveable":
         replacing = [_interceptor(block, policy) for block in _blocks(model, layer_names)]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import Nest, restored
-from fastaccum.adapters.traces import (
+from fastaccum.basics.attributes import Nest, restored
+from fastaccum.graphs.traces import (
     CALLS,
     CALLS_OF_PYTHON,
     COMPILED,

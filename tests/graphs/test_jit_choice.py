@@ -14,9 +14,10 @@ import tensorflow as tf
 
 import fastaccum as fa
 from benchmarks.tools import jit_forms
-from fastaccum.adapters import jit_choice, models
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 from fastaccum.data.stacks import Batch
+from fastaccum.families import adapt_model
+from fastaccum.graphs import jit_choice
 from fastaccum.training import step_builder
 
 RESULTS = pathlib.Path(jit_forms.__file__).parents[1] / "results"
@@ -174,7 +175,7 @@ def test_the_work_on_a_row_is_the_same_in_any_micro_batch_casts_of_weights_or_no
             keras.layers.Flatten(),
             keras.layers.Dense(128),
         ]
-        model = models.get(keras.Sequential([keras.Input((8, 8, 3)), *kinds]))
+        model = adapt_model(keras.Sequential([keras.Input((8, 8, 3)), *kinds]))
         return model.work(tf.TensorSpec([rows, 8, 8, 3], tf.float32))
 
     one, *others = map(work, (1, 2, 16))

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import layers as forms
-from fastaccum.adapters.interceptors import intercepting
+from fastaccum.layers import forms
+from fastaccum.layers.interceptors import intercepting
 
 
 @pytest.mark.parametrize(

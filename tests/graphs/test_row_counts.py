@@ -10,8 +10,9 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import keras_models, row_counts, traces
+from fastaccum.adapters import models
 from fastaccum.data.stacks import Batch
+from fastaccum.graphs import row_counts, traces
 
 RNG = np.random.default_rng(0)
 X, Y = (RNG.normal(size=(27, n)).astype("float32") for n in (6, 3))
@@ -355,9 +356,9 @@ def test_layers_are_told_of_once_however_often_the_step_is_traced():
 
 def test_layers_of_tf_keras_do_not_count_rows():
     tf_keras = pytest.importorskip("tf_keras")
-    assert keras_models._may_count_rows(Root())
-    assert not keras_models._may_count_rows(tf_keras.layers.BatchNormalization())
-    assert not keras_models._may_count_rows(tf_keras.layers.LSTM(2))
+    assert models._may_count_rows(Root())
+    assert not models._may_count_rows(tf_keras.layers.BatchNormalization())
+    assert not models._may_count_rows(tf_keras.layers.LSTM(2))
 
 
 def test_layers_whose_batch_is_the_update_need_no_word():

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import keras
 
-from fastaccum.adapters.attributes import kinds, of_keras, package
-from fastaccum.adapters.layers import find_lookups
+from fastaccum.basics.attributes import kinds, of_keras, package
 from fastaccum.kernels import private
 from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.layers.lookups import find_lookups
 
 _INPUTS = {"keras.InputLayer", "tf_keras.InputLayer"}
 _MODELS = {"keras.Model", "tf_keras.Model"}

@@ -62,6 +62,15 @@ def kinds(value: object) -> dict[str, type]:
     return own
 
 
+def require_model(model: object) -> None:
+    """Raises TypeError for what is neither a Keras 3 nor a tf_keras model."""
+    if kinds(model).keys().isdisjoint(("keras.Model", "tf_keras.Model")):
+        raise TypeError(
+            f"model={model!r} is not a Keras model: pass a keras.Model (Keras 3) or a "
+            "tf_keras.Model."
+        )
+
+
 def runs_keras(value: object, method: str) -> bool:
     """Tells if an object's method is Keras's or tf_keras's, overridden neither by its class nor on
     the object.

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from fastaccum.adapters.attention_masks import Mask, read_mask
+from fastaccum.layers.attention_masks import Mask, read_mask
 
 pytestmark = pytest.mark.long
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.adapters.attributes import Nest
-from fastaccum.adapters.traces import drawn_batch, trace
+from fastaccum.basics.attributes import Nest
+from fastaccum.graphs.traces import drawn_batch, trace
 
 OTHER_ROWS = 1543  # beside TELLING_ROWS: as telling, and a factor away that bfloat16 shows
 

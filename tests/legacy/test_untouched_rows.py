@@ -9,7 +9,8 @@ import tensorflow as tf
 from every_optimizer import KERAS, TF_KERAS, TFA, raw, tf_keras
 
 import fastaccum as fa
-from fastaccum.adapters import optimizers, untouched_rows
+from fastaccum.families import adapt_optimizer
+from fastaccum.legacy import untouched_rows
 
 
 def decayed(name, **arguments):
@@ -70,7 +71,7 @@ def test_a_table_is_updated_as_by_its_lookups_merged(name):
     were looked up.
     """
     ours, theirs = keras.Variable(TABLE, name="ours"), keras.Variable(TABLE, name="theirs")
-    optimizer, reference = optimizers.get(ALL[name]()), optimizers.get(ALL[name]())
+    optimizer, reference = adapt_optimizer(ALL[name]()), adapt_optimizer(ALL[name]())
     for each, table in ((optimizer, ours), (reference, theirs)):
         each.build([table])
     for dense, looked_up in steps():

@@ -11,9 +11,9 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import attention as adapter
-from fastaccum.adapters.attention_masks import Mask, read_mask
 from fastaccum.kernels import attention, private
+from fastaccum.layers import attention as adapter
+from fastaccum.layers.attention_masks import Mask, read_mask
 
 pytestmark = pytest.mark.long
 

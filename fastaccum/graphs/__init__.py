@@ -1,0 +1,1 @@
+"""Traces functions of a batch, and reads in their graphs what they compute."""

@@ -1,0 +1,1 @@
+"""Models and optimizers of tf_keras, tensorflow-addons and Hugging Face."""
