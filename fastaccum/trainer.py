@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -26,7 +28,17 @@ from fastaccum.step.options import JitCompile, OnNonfinite, Options, Schedule, S
 from fastaccum.step.step import Step
 from fastaccum.step.train_step import StepResult
 from fastaccum.training.evaluation import Evaluation, predict
-from fastaccum.training.fit import Fit, Verbose
+from fastaccum.training.fit import (
+    Verbose,
+    check_batch_size,
+    describe_training,
+    draw_seed,
+    make_validation,
+    plan_micro_batch,
+    say_advice,
+    split_validation,
+    train,
+)
 from fastaccum.training.forecasts import plan_for_data, summarize
 from fastaccum.training.reading import reading
 from fastaccum.training.recipe import Recipe
@@ -352,23 +364,88 @@ class Trainer:
             validation_freq,
         )
         saver = Saver(checkpoint_dir, checkpoint_every, keep, resume)
-        fitting = Fit(self._builder, schedule, saver, verbose)
-        plan = fitting.prepare(
-            self._present_options,
-            (x, y, sample_weight),
-            batch_size=batch_size,
-            global_batch_size=global_batch_size,
-            validation_split=validation_split,
-            validation_data=validation_data,
-            shuffle=shuffle,
-            class_weight=class_weight,
+        class_weights = checks.class_weight(class_weight)
+        recipe = self._recipe
+        builder = self._builder
+        options = self._present_options
+
+        data, validation_data = split_validation(
+            recipe, options, (x, y, sample_weight), validation_split, validation_data
+        )
+        builder.fingerprint.require_alike(
+            "fit",
+            **dataclasses.asdict(schedule),
+            class_weight=class_weights,
             checkpoint_dir=checkpoint_dir is not None,
             checkpoint_every=checkpoint_every,
             resume=sorted(saver.resumes_with),
+            validation_data=validation_data is not None,
         )
-        if plan is not None:
+        seed = draw_seed(shuffle, recipe.replicas)
+        micro_batch_size = check_batch_size(batch_size, global_batch_size)
+        source = recipe.make_source(
+            *data,
+            options,
+            batch_size=micro_batch_size,
+            shuffle=shuffle,
+            seed=seed if shuffle else None,
+            class_weight=class_weights,
+        )
+        if global_batch_size is not None:
+            plan = plan_micro_batch(builder, options, source, global_batch_size, verbose)
+            source.rebatch(plan.batch_size)
+            micro_batch_size = plan.batch_size
             self.gradient_accumulation_steps = plan.accumulation_steps
-        return fitting.run(self._present_options, callbacks)
+            options = self._present_options
+
+        sample = source.sample
+        step = builder.get_or_build(sample, options)
+        recipe.losses.require_classes(class_weights)
+        stacks = source.stacks(
+            builder.training_layout(options),
+            schedule.steps_per_epoch,
+            schedule.epochs - schedule.initial_epoch,
+        )
+        evaluation = make_validation(
+            builder, options, schedule, validation_data, micro_batch_size, sample
+        )
+        stacks.reset()
+
+        callback_list = Callbacks(
+            callbacks,
+            self.model,
+            verbose=verbose,
+            epochs=schedule.epochs,
+            steps=stacks.steps_per_epoch,
+            history=True,
+        )
+        if step.elsewhere:
+            callback_list.require_none(
+                "SwapEMAWeights",
+                "which swaps averages on all replicas: pass shard_optimizer=False",
+            )
+        say_advice(callback_list, builder, step, options, schedule, stacks)
+        describe = functools.partial(
+            describe_training,
+            builder,
+            options,
+            step,
+            sample,
+            stacks,
+            callback_list,
+            class_weights,
+        )
+        return train(
+            builder,
+            step,
+            stacks,
+            callback_list,
+            saver,
+            schedule=schedule,
+            evaluation=evaluation,
+            describe=describe,
+            verbose=verbose,
+        )
 
     @workers.abort_peers_on_error
     def evaluate(

@@ -280,7 +280,7 @@ def test_rows_of_unknown_length():
     )
     signature = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None, 1], tf.float32)
     data = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=signature)
-    with pytest.raises(ValueError, match=r"rows are of shape \(None,\)"):
+    with pytest.raises(ValueError, match=r"rows have shape \(None,\)"):
         fa.plan(fa.Trainer(model, "sgd", "mse"), data, global_batch_size=16)
 
 
