@@ -78,8 +78,7 @@ def pytest_runtest_makereport(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
-    """What is tested of Keras 3's models and of tf_keras's alike is chosen with `-m variant` for
-    the latter.
+    """Marks the tests of tf_keras's models as variants where Keras 3's models are tested alike.
 
     CI runs the first of each file at every commit.
     """
@@ -110,9 +109,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """What uses tensorflow-addons is skipped where it cannot be installed: its wheels end at Python
-    3.11.
-    """
+    """Skips tests of tensorflow-addons where it cannot be installed: its wheels end at Python 3.11."""
     try:
         return (yield)
     except ImportError as error:

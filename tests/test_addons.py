@@ -167,7 +167,7 @@ assert "tensorflow_addons" not in sys.modules and os.environ["TF_USE_LEGACY_KERA
 @needs_addons
 @pytest.mark.faults
 def test_it_may_be_reloaded():
-    """As notebooks do, which load again what has changed."""
+    """Reloads the module, as notebooks do that load changed modules again."""
     succeeds("""
 import importlib
 import fastaccum.addons
@@ -256,8 +256,8 @@ def test_the_guide_names_what_needs_a_compiled_operation():
     "name", ["triplet_semihard_loss", pytest.param("lifted_struct_loss", marks=pytest.mark.variant)]
 )
 def test_losses_become_part_of_the_graph_that_calls_them(name):
-    """What a tf.function passes to its gradient is no constant for XLA, which then compiles each
-    step anew.
+    """Inlines losses: a tensor that a tf.function passes to its gradient is no constant for XLA,
+    which would compile each step anew.
     """
     loss = getattr(fa.addons.losses, name)
     labels = tf.constant([0, 1, 0, 1])

@@ -73,8 +73,8 @@ def trees(sources: Sources, *folders: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def imported_names(path: str, tree: ast.Module) -> Iterator[str]:
-    """What every import statement binds, in full: `from a.b import c` is a.b.c, wherever the
-    statement stands.
+    """Returns the full names that import statements bind: `from a.b import c` is a.b.c, in any
+    scope.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -137,7 +137,7 @@ def private_names(path: str, tree: ast.Module) -> set[str]:
 
 
 def defined_names(tree: ast.Module) -> set[str]:
-    """What a module defines: functions, classes, variables, and attributes of self."""
+    """Returns the functions, classes, variables and attributes of self that a module defines."""
     return {
         node.name
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
@@ -154,7 +154,7 @@ def defined_names(tree: ast.Module) -> set[str]:
 
 
 def class_names(tree: ast.Module) -> set[str]:
-    """What the classes of a module define: methods, class variables, and attributes of self."""
+    """Returns the methods, class variables and attributes of self that a module's classes define."""
     found = set()
     for node in ast.walk(tree):
         if (

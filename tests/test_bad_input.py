@@ -1224,7 +1224,7 @@ def test_a_model_without_a_call_and_empty_validation_data_are_named():
     ids=str,
 )
 def test_numpy_scalars_as_arguments(options):
-    """As Python's numbers."""
+    """Takes NumPy's scalars like Python's numbers."""
     weights = []
     for given in (options, {name: value.item() for name, value in options.items()}):
         keras.utils.set_random_seed(0)
@@ -1357,7 +1357,7 @@ def test_a_class_weight_for_no_class(loss, y):
     ],
 )
 def test_indices_that_wrap_around_in_32_bits(reader, offset, dtype):
-    """As 32 bits they are in range."""
+    """Refuses indices that are in range only after they wrap around in 32 bits."""
     with refused(reader, ValueError, r"labels of output 'head': values from"):
         reader.train_step((stacked(IDS, 2, 6), stacked((LABELS + offset).astype(dtype), 2, 6)))
     with refused(reader, ValueError, r"ids given to embedding 'words': values from"):

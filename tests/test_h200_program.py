@@ -1,4 +1,4 @@
-"""What the step of a large GPT compiles to for an H200: weight gradients summed in float32 where
+"""Compiles the step of a large GPT for an H200 and finds weight gradients summed in float32 where
 they are computed.
 """
 
@@ -60,7 +60,7 @@ def gpt(exported, request):
 
 
 def runs_by_shape(found):
-    """How often a weight gradient of each shape is computed in one step."""
+    """Counts the computations of weight gradients of each shape in one step."""
     runs = collections.Counter()
     for each in found:
         runs[each.shape] += each.times
@@ -68,7 +68,7 @@ def runs_by_shape(found):
 
 
 def runs_by_shape_of(kernels):
-    """How often it must be: once a micro-batch."""
+    """Returns the count that they must have: once a micro-batch."""
     return collections.Counter(tuple(sorted(shape)) for shape in K * kernels)
 
 
@@ -82,7 +82,7 @@ def test_weight_gradients_are_added_in_float32_by_their_matmuls(gpt):
 
 
 def attention_calls(program):
-    """How often a step calls each of cuDNN's kernels of attention."""
+    """Counts a step's calls of each of cuDNN's attention kernels."""
     calls = collections.Counter()
     for value in program.values:
         if value.opcode == "custom-call" and "__cudnn$fmha" in value.instruction.attributes:

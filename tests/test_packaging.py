@@ -37,7 +37,7 @@ print(json.dumps({name: find(name) for name in sys.argv[1:]}))
 
 
 def checkout(folder, link=True):
-    """What a build needs of the repository: a build writes into its source, so it gets a copy."""
+    """Copies what a build needs of the repository, since a build writes into its source."""
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("fastaccum", "kernels", "src"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=skip)
@@ -95,7 +95,7 @@ def linked_from(folder, pages):
 
 
 def found_in(package, kernels, result):
-    """Whether every module of the package comes from these two folders."""
+    """Returns whether every module of the package comes from these two folders."""
     return (
         result["fastaccum"] == str(package / "__init__.py")
         and result["fastaccum.kernels"] == str(kernels / "__init__.py")
@@ -296,8 +296,8 @@ def test_the_cpu_wheel_of_the_readme_is_of_the_tested_version():
 
 
 def test_ci_leaves_no_marked_test_out():
-    """What README's command leaves out is chosen by .ci/full, or is what the two say that they do
-    not run.
+    """Checks that .ci/full chooses every marker that README's command leaves out, but for those
+    that both say they do not run.
     """
     full = (ROOT / ".ci" / "full").read_text()
     (by_readme,) = re.findall(r"\"-m not \((.*)\)\"", (ROOT / "pyproject.toml").read_text())

@@ -1,6 +1,4 @@
-"""What a training leaves behind once nobody has it any more (nothing), and what it makes too much
-of.
-"""
+"""Tests that a training leaves no objects behind, and keeps no needless copies."""
 
 import gc
 import time
@@ -47,7 +45,7 @@ def assert_let_go(train):
 
 
 def held(trainer):
-    """What a trainer holds, in a list that does not."""
+    """Returns the objects that a trainer holds, in a list that does not hold them."""
     programs = [each for each in vars(trainer._step).values() if hasattr(each, "trace")]
     return [
         trainer,

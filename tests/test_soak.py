@@ -41,7 +41,7 @@ def given_back():
 
 
 def counts(trainer):
-    """What must not grow from one epoch to the next."""
+    """Counts what must not grow from one epoch to the next."""
     objects = gc.get_objects()
     return {
         "traces": sum(

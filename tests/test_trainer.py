@@ -148,7 +148,7 @@ def test_a_second_fit_continues(K, trainer):
 def test_steps_per_epoch_counts_train_steps_and_goes_on_where_it_stopped(
     K, trainer, steps_per_epoch
 ):
-    """As in Keras, whose batches are whole steps here: an epoch does not go beyond the data."""
+    """Ends an epoch with the data, as Keras does. Keras's batches are whole steps here."""
     if K is not keras and steps_per_epoch != 1:
         pytest.skip(
             "tf_keras begins the rows again in mid-epoch, Keras 3 ends the epoch, as a Trainer does"
@@ -342,8 +342,8 @@ TOKENS = RNG.integers(0, 3, size=(ROWS, 2))
 )
 @pytest.mark.parametrize("nest", [lambda y: y, lambda y: [y]], ids=["y", "[y]"])
 def test_class_weight_of_tokens_whatever_nest_the_loss_is_in(K, loss, nest):
-    """As Keras trains by the weights of the tokens; its own class_weight takes the class of the
-    larger index.
+    """Compares with token weights in Keras, whose own class_weight takes the class of the larger
+    index.
     """
 
     def tagger():

@@ -197,7 +197,7 @@ def of_fastaccum(metric, case, batches):
 
 
 def attempt(function, *arguments):
-    """What a call returns, or the error that it raises."""
+    """Returns the result of a call, or the error that it raises."""
     try:
         return function(*arguments)
     except Exception as error:
@@ -205,7 +205,9 @@ def attempt(function, *arguments):
 
 
 def whatever_the_rows(K, make, case):
-    """What Keras makes of all rows; an error unless it takes another number of them too."""
+    """Returns Keras's value over all rows, or an error if Keras does not take another number of
+    rows too.
+    """
     more = case.repeated()
     other = attempt(of_keras, K, make(), more, [np.arange(len(more.y_pred))])
     return (
@@ -235,9 +237,7 @@ def with_aligned_weights(K, case):
 
 
 def fault(K, make, case):
-    """What is wrong with a metric of a case; None where it is Keras's value, or where both
-    refuse.
-    """
+    """Describes how a metric differs from Keras. Returns None if it agrees, or if both refuse."""
     rows = np.arange(len(case.y_pred))
     batches = np.split(rows, range(case.micro, len(rows), case.micro))
     found, expected = attempt(of_fastaccum, make(), case, batches), whatever_the_rows(K, make, case)
@@ -258,7 +258,7 @@ def fault(K, make, case):
 
 
 def faults(K, rank, draws=1):
-    """What is wrong with each metric of a Keras on outputs of a rank, by how it was made."""
+    """Lists the faults of each metric of a Keras on outputs of a rank, by how it was made."""
     found = []
     for i, (made, arguments) in enumerate(every_metric(K)):
         name = made.__name__

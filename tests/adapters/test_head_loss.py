@@ -65,8 +65,8 @@ def make_weights(kind, rows):
     ],
 )
 def test_fit_and_evaluate_are_those_of_keras_own_loss(dtype, reduction, weights):
-    """With ignored labels, masked ids, sample weights, and a last stack and in it a last
-    micro-batch that are short.
+    """Covers ignored labels, masked ids, sample weights, a short last stack and a short last micro-
+    batch.
     """
     rows = 2 * K * B + B + 1
     x, y = make_data(rows)
@@ -277,7 +277,7 @@ def reversible(layer, dtype, **options):
     ],
 )
 def test_a_soft_cap(tie_weights, dtype, on_a_gpu, monkeypatch):
-    """Of logits many of which it bends, with a table of the embedding's own or another."""
+    """Caps logits, many of which exceed the cap, with the embedding's own table or another one."""
     monkeypatch.setattr(cross_entropy, "_is_small", lambda head, chunk_size: False)
     x, y = make_data(K * B - 1)
     outcomes = []
@@ -492,7 +492,7 @@ def test_one_hot_labels_are_told_apart():
 
 
 def test_a_causal_lm_of_keras_hub_with_a_soft_cap():
-    """As Gemma 2 has it."""
+    """Trains a causal language model with Gemma 2's soft cap."""
     hub = pytest.importorskip("keras_hub").models
     x, y = make_data(K * B)
     x = {"token_ids": x, "padding_mask": np.ones_like(x)}

@@ -131,8 +131,8 @@ def weights_of(kind):
     ],
 )
 def test_they_are_those_of_all_logits(kind, jit_compile):
-    """With ignored labels, sample weights, several chunks, and rows that pad the last
-    micro-batch.
+    """Covers ignored labels, sample weights, several chunks, and rows that pad the last micro-
+    batch.
     """
     x, y = make_data()
     check(make_model(), x, y, weights_of(kind), jit_compile=jit_compile)
@@ -164,7 +164,7 @@ def test_those_of_a_step_as_on_a_gpu(monkeypatch):
     "dtype", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)]
 )
 def test_those_of_a_causal_lm_of_keras_hub(dtype):
-    """With weights as its preprocessor makes them, which weigh padding 0."""
+    """Uses the weights that its preprocessor makes, in which padding weighs 0."""
     pytest.importorskip("keras_hub")
     ids, y = make_data()
     real = np.arange(T) < np.random.default_rng(2).integers(2, T + 1, (ROWS, 1))

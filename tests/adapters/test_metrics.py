@@ -234,7 +234,7 @@ def test_a_function_per_row_and_one_per_batch(K):
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("fitted", [False, True], ids=["", "fitted"])
 def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, fitted, recwarn):
-    """Where accumulation makes a difference, in a later fit too: it is a mean over
+    """Warns where accumulation makes a difference, in a later fit too, and logs the mean over
     micro-batches.
     """
 
@@ -280,7 +280,7 @@ def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, fitted, recwa
 
 @pytest.mark.parametrize("shape", [(8, 5, 1), (10, 4, 4, 1)], ids=["tokens", "pixels"])
 def test_of_axes_as_long_as_a_micro_batch(shape):
-    """Which weights of one for each row would be taken to be for."""
+    """Checks axes of the micro-batch's length, which Keras could take for the axis of row weights."""
     local = np.random.default_rng(3)
     x = local.normal(size=(*shape[:-1], 2)).astype("float32")
     y = local.integers(0, 2, shape)
@@ -446,7 +446,7 @@ def test_of_tf_keras_are_what_tf_keras_logs(masked):
     "names", [("keras", "tf_keras"), ("tf_keras", "keras")], ids=" metric of ".join
 )
 def test_a_metric_of_the_other_keras_is_left_out_of_a_saved_model(names, tmp_path):
-    """Which could not be loaded again, or not be saved."""
+    """Leaves out metrics with which a saved model could not be saved or loaded again."""
     K, other = map(pytest.importorskip, names)
     model = K.Sequential([K.Input((3,)), K.layers.Dense(1)])
     metrics = [other.metrics.MeanAbsoluteError("error")]

@@ -461,7 +461,9 @@ def make_tf_keras_model():
 
 
 def test_the_multi_optimizer_of_tensorflow_addons_is_refused():
-    """What the error names trains the same, on a tf_keras model too."""
+    """Refuses it, and trains the same with the optimizer that the error names, on a tf_keras model
+    too.
+    """
     legacy = tf_keras().legacy
     fused, reference = make_tf_keras_model(), make_tf_keras_model()
     first, _, second, last = reference.layers
@@ -541,7 +543,9 @@ def test_what_an_optimizer_of_ones_own_overrides_is_called_or_refused():
 
 
 def test_schedule_free_adamw_equals_its_formula():
-    """As Keras's eager `fit`: its compiled one loses what `build` assigns to the slots."""
+    """Compares with Keras's eager `fit`, since the compiled one loses what `build` assigns to the
+    slots.
+    """
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(32, n)).astype("float32") for n in (6, 3))
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])

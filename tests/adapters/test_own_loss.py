@@ -1,5 +1,5 @@
-"""What a model computes itself: `compute_loss`, `compute_metrics`, added losses, metrics, and a
-step of its own.
+"""Tests what a model computes itself: `compute_loss`, `compute_metrics`, added losses, metrics,
+steps.
 """
 
 import os
@@ -368,8 +368,8 @@ def share_of_positives(self, x=None, y=None, y_pred=None, sample_weight=None, **
 
 
 def test_weights_that_normalize_a_sum_over_the_batch_are_refused():
-    """As a detector's, by its positives: the sum over micro-batches is as many times the
-    batch's.
+    """Refuses a sum that is normalised by the batch's positives, as in detectors: the sum over
+    micro-batches would be a multiple of the batch's.
     """
     model = tagger(keras, compute_loss=share_of_positives)
     before = weights(model)

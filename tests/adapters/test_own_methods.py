@@ -129,7 +129,7 @@ def test_every_member_of_kerass_trainer_is_called_or_refused_or_has_a_reason():
 
 @pytest.mark.parametrize("name", sorted(CALLED))
 def test_what_is_called(name):
-    """As often as by Keras where that does not hang on what is traced."""
+    """Compares the number of calls with Keras's, where it does not depend on tracing."""
     theirs, ours = [], []
     expected = keras_fit(
         make(**{name: recording(name, theirs)}), validation_data=(X, Y), metrics=["mae"]
@@ -174,7 +174,7 @@ def test_what_tf_keras_calls():
 
 @pytest.mark.parametrize("family", [keras, tf_keras])
 def test_metrics_that_a_model_lists(family):
-    """Of two that it updates, one: the other is neither logged nor reset."""
+    """Lists two metrics and updates one: the other is neither logged nor reset."""
 
     def prepare(self):
         self.largest, self.count = (
@@ -642,7 +642,7 @@ def test_what_an_optimizer_overrides_is_called_or_refused(name):
 
 
 def test_an_assign_of_an_optimizers_own_reaches_its_slots():
-    """As one that rounds them: it was passed over for slots, and only for those."""
+    """Overrides `assign` to round slots. The train step calls it for slots, and only for slots."""
 
     class Coarse(keras.optimizers.SGD):
         def assign(self, variable, value):

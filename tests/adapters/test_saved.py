@@ -141,7 +141,7 @@ def test_a_loaded_optimizer_that_lost_its_state_with_lora_is_warned_of(tmp_path)
 
 
 def test_more_weights_to_train_than_the_file_has_state_of_are_warned_of(tmp_path):
-    """As where LoRA was on one layer of several."""
+    """Warns of a model with LoRA on one of several layers, whose file lacks state for the others."""
     layers = [Inner() for _ in range(3)]
     model = keras.Sequential([keras.Input((3,)), *layers])
     for layer in layers[:2]:

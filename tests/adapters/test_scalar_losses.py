@@ -255,7 +255,7 @@ def test_one_number_for_groups_of_rows_of_batches_that_may_differ():
 
 
 def test_one_number_for_batches_of_unknown_length():
-    """As padded_batch makes them."""
+    """Takes batches of unknown length, as `padded_batch` makes them."""
     inputs = np.random.default_rng(0).normal(size=(16, 6, 4)).astype("float32")
 
     def fit(k, loss):
@@ -424,7 +424,7 @@ NORMAL = np.random.default_rng(0).normal(size=(16, 5)).astype("float32")
 
 
 def test_a_count_of_the_model_is_assigned_by_its_compute_loss():
-    """As the refusal of a loss that assigns says."""
+    """Applies the remedy that the refusal of an assigning loss names."""
 
     class Counting(keras.Model):
         def __init__(self):
@@ -496,7 +496,7 @@ def test_a_pair_takes_no_weights():
 @pytest.mark.parametrize("name", with_marks(["mse", "yolo's sums"], ["mse"]))
 @pytest.mark.parametrize("jit_compile", with_marks([False, True], [False]))
 def test_evaluation_is_of_all_rows_as_one_batch(name, jit_compile):
-    """With a short last batch and with weights."""
+    """Covers a short last batch and weights."""
     case = CASES[name]
     data = DATA[case.data]
     model = make_model(data)
@@ -573,7 +573,7 @@ def test_losses_of_keras_that_are_scalars_are_told_of(kind):
 
 
 def test_without_weights_a_scalar_needs_no_reduction():
-    """With weights Keras would be left with one number for each."""
+    """Trains without weights, since with them Keras would return one number for each weight."""
     data = DATA["numbers"]
     loss = OfClass(tf.reduce_mean, None)
     ours, _, _ = train(data, loss)

@@ -63,7 +63,7 @@ def rows_of(folder):
 
 
 def held_out_bits(folder):
-    """What the saved model reaches on the held-out windows, computed with Keras alone."""
+    """Returns the saved model's bits per byte on the held-out windows, computed with Keras alone."""
     model = keras.models.load_model(folder / "model.keras", compile=False)
     x, y = text.spread_windows(text.split([TEXT])[1], context=128, most=512)
     return float(
@@ -253,7 +253,7 @@ def test_a_folder_that_is_no_runs_is_refused(began, capsys, change, message):
 
 
 def said(capsys, *arguments):
-    """What the command prints, of a run that goes well."""
+    """Returns the output of a command that succeeds."""
     assert cli.main([*arguments]) == 0
     return capsys.readouterr().out
 
@@ -592,7 +592,7 @@ def test_a_model_that_cannot_continue_a_text(run, capsys):
 
 @pytest.mark.faults
 def test_output_that_nobody_reads_ends_the_command():
-    """As after `| head`: code 1, and no traceback."""
+    """Ends with code 1 and no traceback if the reader is gone, as after `| head`."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "fastaccum", "devices"]

@@ -1,5 +1,4 @@
-"""What can happen to `fastaccum train`, in processes of its own: no traceback, and a run that goes
-on.
+"""Injects faults into `fastaccum train` in processes of its own: no traceback, and the run goes on.
 
 docs/reliability.md has a row for each fault here.
 """
@@ -40,7 +39,9 @@ def start(cwd, arguments, fault="none", environment=(), **options):
 
 
 def ended(process, code):
-    """What it printed; it ended with this code, and without a traceback."""
+    """Returns the output of a process, which must have ended with this code and without a
+    traceback.
+    """
     printed, errors = ((text or b"").decode() for text in process.communicate(timeout=240))
     assert process.returncode == code and "Traceback" not in errors, errors
     return printed, errors
@@ -106,8 +107,9 @@ def test_sigterm_and_sigkill_then_a_narrow_terminal(tmp_path, source):
 
 
 def test_a_run_whose_reader_goes_away(tmp_path, source):
-    """As after `| head -1`: it ends with code 1, and goes on by --resume. A second process is
-    refused meanwhile.
+    """Ends with code 1 after `| head -1`, and goes on by --resume.
+
+    A second process is refused meanwhile.
     """
     run = tmp_path / "run"
     process = start(tmp_path, ["train", source, *TINY, "--steps", 100_000, "--out", "run"])

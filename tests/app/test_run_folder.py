@@ -133,7 +133,7 @@ def test_texts_that_cannot_be_read_twice(tmp_path, capsys, monkeypatch, make, me
 
 
 def test_a_model_file_with_code_is_refused_by_keras(tmp_path):
-    """As SECURITY.md says: with its defaults, `load_model` runs no code of the file."""
+    """Checks SECURITY.md's promise: with its defaults, `load_model` runs no code of the file."""
     inputs = keras.Input((2,))
     keras.Model(inputs, keras.layers.Lambda(lambda x: x + 1)(inputs)).save(tmp_path / "model.keras")
     with pytest.raises(ValueError, match="safe_mode"):

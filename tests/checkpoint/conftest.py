@@ -1,4 +1,4 @@
-"""What the tests share that kill processes."""
+"""Provides what the tests share that kill processes."""
 
 import multiprocessing
 

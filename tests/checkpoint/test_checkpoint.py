@@ -237,8 +237,9 @@ def test_damaged_checkpoint_is_passed_over(run, tmp_path, damage):
 
 @pytest.mark.faults
 def test_every_flipped_byte_and_every_length_is_seen(run, tmp_path):
-    """In the tensors and their index; what is not seen changes no tensor (bytes of the index that
-    nobody reads).
+    """Flips bytes of the tensors and their index.
+
+    A flip that is not noticed changes no tensor: nobody reads those bytes of the index.
     """
     path = run.begin(tmp_path)
     expected = {

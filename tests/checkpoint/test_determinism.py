@@ -1,4 +1,4 @@
-"""Whether a resumed training is told that a GPU may compute other bits."""
+"""Checks that a training which is resumed on a GPU warns that bits may differ."""
 
 import warnings
 
@@ -12,7 +12,7 @@ FLAG = "--xla_gpu_deterministic_ops=true"
 
 
 def fit(folder, epochs, jit_compile=True):
-    """What a fit has to say of a GPU."""
+    """Returns the warnings of a fit about a GPU."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     trainer = fa.Trainer(model, "sgd", "mse", jit_compile=jit_compile)
     x, y = np.ones((8, 2), "float32"), np.ones((8, 1), "float32")

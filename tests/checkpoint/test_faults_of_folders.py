@@ -139,8 +139,8 @@ def disk(tmp_path):
 
 @pytest.mark.sample
 def test_a_disk_that_is_full_at_every_point_of_a_save(run, disk):
-    """Of a few more KiB each: in the tensors, their index and the manifest; room is made, and the
-    call is repeated.
+    """Makes the disk a few KiB larger each time, so that it fills up in the tensors, their index
+    and the manifest. Then makes room and repeats the call.
     """
     failed_in = set()
     for size in range(20, 48, 4):
@@ -351,7 +351,9 @@ def test_a_signal_while_compiling(tmp_path, number):
 
 
 def without_memory(folder):
-    """What a callback needs is there; a thread that allocates its first large piece finds none."""
+    """Lets a thread run out of memory at its first large allocation, after a callback has what it
+    needs.
+    """
     trainer = make()
 
     def limit():
@@ -440,8 +442,9 @@ def impatient(folder):
 
 
 def test_ctrl_c_three_times(tmp_path):
-    """In the midst of a slow save: the folder and the signal are given back, and the same process
-    may go on.
+    """Interrupts a slow save.
+
+    The folder and the signal are given back, and the same process may go on.
     """
     assert in_child(impatient, tmp_path) == 0
     assert store.latest(tmp_path).step == STEPS

@@ -179,9 +179,7 @@ class Own(keras.metrics.MeanAbsoluteError):
 
 
 def test_steps_that_were_read_ahead(tmp_path):
-    """What was read and not given out is held in the checkpoint, but for other pieces it is read
-    again.
-    """
+    """Keeps steps that were read ahead in the checkpoint. In other pieces they are read again."""
 
     def run(size, accumulation, stop=None):
         trained = trainers.get(size) or pieces.trainer(
@@ -235,7 +233,7 @@ def test_layers_whose_rates_are_0_hang_on_no_pieces(of):
 
 
 class KeepsItsShape(keras.layers.Layer):
-    """Which keeps the shape that it was built for, the batch axis in it, and reads it again."""
+    """Keeps the shape that it was built for, with its batch axis, and reads it again."""
 
     def build(self, input_shape):
         self.built_for = input_shape
@@ -396,7 +394,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:.*shuffles without a seed", "ignore:.*cannot save the iterator")
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(tmp_path, case):
-    """With what would be allowed, before a weight moves or the folder changes."""
+    """Names the change that would be allowed, before a weight moves or the folder changes."""
     first, second, message = REFUSED[case]
     saved = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "epochs": 2, "verbose": 0}
     with contextlib.suppress(Interruption):
@@ -496,8 +494,8 @@ CUTS = {"one": (12, 2), "1": (24, 1), "2": (8, 3), "4": (4, 6), "workers": (6, 4
 
 
 def start(place, jobs):
-    """What runs jobs at a place, on so many replicas or workers: a process, or nothing where this
-    one can.
+    """Starts a process for jobs on so many replicas or workers, or nothing where this process can
+    run them.
     """
     if place == "workers":
         return two_workers(jobs)

@@ -217,7 +217,7 @@ def test_a_rate_changed_in_mid_epoch_counts_from_the_next_step(tmp_path, names):
 
 
 def test_a_script_may_go_on_naming_a_setting(tmp_path, capsys):
-    """What callbacks have made of the rate since is not set back."""
+    """Keeps the rate that callbacks have set since, though the script still names it."""
 
     def plateau():
         return [keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=10.0)]
@@ -250,8 +250,8 @@ def test_a_script_may_go_on_naming_a_setting(tmp_path, capsys):
 
 
 def test_settings_that_are_set_between_two_fits_of_a_trainer(tmp_path):
-    """As in a new process: refused without a name, and taken with one, also where they are
-    constants of the program.
+    """Refuses a setting without its name and takes it with the name, as in a new process, even
+    where it is a constant of the program.
     """
     trainer = make(AdamW(5e-3))
     fit(trainer, tmp_path)
@@ -354,8 +354,8 @@ SAME = {
 @pytest.mark.parametrize(("same_trainer", "resume"), [(False, ()), (True, RATE)])
 @pytest.mark.parametrize("callbacks", SAME.values(), ids=SAME)
 def test_the_rate_of_callbacks_that_are_the_same(tmp_path, callbacks, same_trainer, resume):
-    """In mid-epoch and between epochs each hook announces the rate of the uninterrupted training,
-    and it is used.
+    """Compares the rate that each hook announces and uses with the uninterrupted training's, in
+    mid-epoch and between epochs.
     """
     expected, watched = make(AdamW(5e-3)), Watch()
     fit(expected, epochs=4, callbacks=[*callbacks(), watched])
@@ -373,8 +373,8 @@ def test_the_rate_of_callbacks_that_are_the_same(tmp_path, callbacks, same_train
 
 
 def test_a_hook_that_would_find_another_rate_shows(tmp_path, monkeypatch):
-    """What the test above sees: without the rate that the hook had found, a relative schedule
-    counts an epoch twice.
+    """Shows that the test above can fail: without the rate that the hook had read, a relative
+    schedule counts an epoch twice.
     """
     monkeypatch.setattr(settings.HookRates, "prepare_repeat", lambda self, hook: None)
     stop(make(AdamW(5e-3)), tmp_path, 5, [Scheduler(relative)], epochs=3)

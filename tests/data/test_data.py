@@ -641,7 +641,7 @@ def unknown_cardinality():
 
 
 class Iterated(Rows):
-    """As ImageDataGenerator's: an iterator that has its batches by their numbers too."""
+    """Iterates over batches and also gives them by number, as ImageDataGenerator's iterators do."""
 
     def __next__(self):
         raise AssertionError
@@ -695,7 +695,7 @@ def test_fit_learns_the_same_from_every_kind_of_data(trainer, kind):
 
 
 def rows_of(dispatches):
-    """Of each train step, the numbers of its rows in X."""
+    """Returns the numbers of the rows of X in each train step."""
     valid = (
         stack.x.numpy()[stack.valid.numpy()] for dispatch in dispatches for stack in dispatch.stacks
     )
@@ -760,7 +760,7 @@ def test_predict_takes_what_the_other_keras_reads_batches_from():
 
 
 def test_a_map_that_keeps_a_state_is_read_again_as_often_as_it_was():
-    """As augmentation layers in a `map`, whose seeds go on from pass to pass."""
+    """Resumes a `map` with augmentation layers, whose seeds go on from pass to pass."""
 
     def stacks():
         seen = tf.Variable(0.0)
@@ -787,8 +787,8 @@ def test_a_map_that_keeps_a_state_is_read_again_as_often_as_it_was():
 
 
 def test_a_workers_own_dataset_goes_on_by_the_number_of_steps():
-    """What the chief saved says how far each worker was in data of its own, and nothing of the
-    chief's.
+    """Restores the steps of each worker in data of its own from the chief's checkpoint, and nothing
+    of the chief's data.
     """
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF

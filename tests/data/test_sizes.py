@@ -1,6 +1,4 @@
-"""How many sizes micro-batches are filled up to, and how much of what is computed only fills them
-up.
-"""
+"""Tests the sizes that micro-batches are padded to, and the share of rows that is padding."""
 
 import json
 import math

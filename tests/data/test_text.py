@@ -27,9 +27,7 @@ def model_of_text():
 
 
 class Task(keras.Model):
-    """What KerasHub's tasks do: `preprocess_samples` of raw batches in fit, evaluate and
-    predict.
-    """
+    """Preprocesses raw batches in fit, evaluate and predict, as KerasHub's tasks do."""
 
     def __init__(self):
         super().__init__()

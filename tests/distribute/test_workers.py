@@ -53,7 +53,7 @@ def log(folder, index):
 
 
 def outcomes_of(mode, folder):
-    """What two workers wrote down, each, once both have ended well."""
+    """Returns the outcome that each of two workers wrote, once both have ended well."""
     with workers(mode, folder) as processes:
         for index, process in enumerate(processes):
             assert process.wait(300) == 0, log(folder, index)[-4000:]
@@ -62,7 +62,7 @@ def outcomes_of(mode, folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """What two workers left after training."""
+    """Returns the files of two workers after training."""
     folder = tmp_path_factory.mktemp("workers")
     outcomes = outcomes_of("train", folder)
     arrays = [list(np.load(folder / f"weights{i}.npz").values()) for i in range(2)]
@@ -130,7 +130,7 @@ def test_file_sharding_is_refused(two):
 
 @pytest.fixture(scope="module")
 def different(tmp_path_factory):
-    """What came of each of `worker.DIFFERENT` on both, in one cluster."""
+    """Returns the outcomes of each of `worker.DIFFERENT` on both workers, in one cluster."""
     return outcomes_of("differ", tmp_path_factory.mktemp("different"))
 
 
@@ -159,8 +159,8 @@ def until_saved(folder, step, processes):
 
 
 def saved(folder, *ends, mode="saved"):
-    """What two workers leave that train with checkpoints, ended by each of `ends` in turn and
-    started again.
+    """Trains two workers with checkpoints, ends them by each of `ends` in turn, starts them again,
+    and returns their files.
     """
     for step, end in [*ends, (None, None)]:
         with workers(mode, folder) as processes:
@@ -290,7 +290,7 @@ def test_another_workers_label_out_of_range_is_an_error_on_all(tmp_path):
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory):
-    """What came of `worker.shares` on both, and the models that they saved."""
+    """Returns the outcomes of `worker.shares` on both workers, and the models that they saved."""
     folder = tmp_path_factory.mktemp("shares")
     return outcomes_of("shares", folder), [folder / f"model{i}.keras" for i in range(2)]
 

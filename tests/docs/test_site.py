@@ -1,5 +1,6 @@
-"""What docs/hooks.py adds to the site. The site itself is built strictly by CI, where a warning is
-an error.
+"""Tests what docs/hooks.py adds to the site.
+
+CI builds the site itself, strictly: a warning is an error.
 """
 
 import importlib.util

@@ -189,7 +189,7 @@ def test_several_outputs_one_of_them_of_tokens():
 
 
 class Halved(keras.Model):
-    """With the compiled loss in a `compute_loss` of its own."""
+    """Halves the compiled loss in a `compute_loss` of its own."""
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return 0.5 * super().compute_loss(x, y, y_pred, sample_weight)

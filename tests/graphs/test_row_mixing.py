@@ -1,6 +1,4 @@
-"""Which models mix the rows of a batch: the verdict of a trace beside numbers, of layers, masks and
-kinds of models.
-"""
+"""Compares the verdict of a trace, whether a model mixes the rows of a batch, with numbers."""
 
 import functools
 

@@ -100,8 +100,9 @@ def compile_for_h200(exported, **flags):
 
 
 def cost_analysis(optimized):
-    """What XLA counts in an optimized module, each loop's body once: "flops", "bytes accessed"; no
-    library calls.
+    """Returns XLA's counts of an optimized module, "flops" and "bytes accessed".
+
+    Each loop's body counts once, and library calls do not count.
     """
     from jaxlib import _jax, xla_client
 

@@ -47,12 +47,12 @@ class Instruction:
 
     @property
     def dtype(self):
-        """Of a tuple, its first's."""
+        """Returns the dtype, of a tuple its first element's."""
         return self.types[0][0]
 
     @property
     def shape(self):
-        """Of a tuple, its first's."""
+        """Returns the shape, of a tuple its first element's."""
         return self.types[0][1]
 
     @property
@@ -65,14 +65,14 @@ class Instruction:
 
     @property
     def trip_count(self):
-        """Of a while loop: how often it runs, or None where XLA does not know."""
+        """Returns how often a while loop runs, or None where XLA does not know."""
         known = _TRIP_COUNT.search(self.attributes)
         return int(known[1]) if known else None
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """What an instruction yields where it is called.
+    """A value that an instruction yields at one of its calls.
 
     Attributes:
         instruction: the line that computes it.
@@ -169,12 +169,12 @@ class Program:
         return result
 
     def count(self, *opcodes):
-        """How many instructions have one of these opcodes, wherever they stand."""
+        """Counts the instructions with one of these opcodes, in any computation."""
         return sum(i.opcode in opcodes for lines in self._computations.values() for i in lines)
 
     @property
     def unknown_trip_counts(self):
-        """How many loops run a number of times that XLA does not know."""
+        """Counts the loops whose trip count XLA does not know."""
         return sum(
             i.opcode == "while" and i.trip_count is None
             for lines in self._computations.values()
@@ -296,7 +296,7 @@ def _way_to_the_accumulator(product, size):
 
 
 def _is_carried(value):
-    """Whether a value is what it was when the loop's body began."""
+    """Returns whether a value is what it was when the loop's body began."""
     # another layer's part of it may be new
     while value.opcode in (*_CARRIES, "dynamic-update-slice"):
         value = value.inputs[0]

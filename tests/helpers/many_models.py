@@ -1,8 +1,6 @@
-"""What each new model costs for good: `python many_models.py keras|ours MODELS` prints bytes a
-model, as its last line.
+"""Measures the memory that each new model keeps for good.
 
-Each is made, fitted for a few steps and dropped. The first 30 of 100, which warm up what is kept
-once, do not count.
+`python many_models.py keras|ours MODELS` prints bytes a model as its last line.
 """
 
 import sys

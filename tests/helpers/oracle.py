@@ -1,6 +1,4 @@
-"""What a full-batch step must do: a small model by hand in float64 NumPy, and Keras's own
-`train_on_batch`.
-"""
+"""Computes a full-batch step: a small model in float64 NumPy, and Keras's own `train_on_batch`."""
 
 import sys
 
@@ -11,8 +9,8 @@ LEARNING_RATE = 1.0  # with plain SGD a step then shows the gradient itself
 
 
 def coefficients(reduction, valid, weights=None):
-    """What each element's loss is multiplied by in the full-batch loss: w / denominator where
-    valid, else 0.
+    """Returns the factor of each element's loss in the full batch: w / denominator if valid, else
+    0.
 
     The denominator is that of the Keras reduction: the count of valid elements, where a weight of 0
     counts; the sum of their weights; or 1.
@@ -64,14 +62,14 @@ def two_layers(weights, x, target, loss, factors):
 
 
 def assert_is_step(after, before, gradients):
-    """Whether weights moved by exactly one SGD step of these gradients, to float32 rounding."""
+    """Asserts that weights moved by one SGD step of these gradients, to float32 rounding."""
     for now, then, gradient in zip(after, before, gradients, strict=True):
         room = 4e-6 * (1.0 + np.abs(gradient).max() + np.abs(then).max())
         np.testing.assert_allclose(now, then - LEARNING_RATE * gradient, rtol=0, atol=room)
 
 
 def assert_same(ours, theirs, tolerance=2e-6):
-    """Whether two lists of weights agree to float32 rounding."""
+    """Asserts that two lists of weights agree to float32 rounding."""
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(
             one, other, rtol=tolerance, atol=tolerance * (1 + np.abs(other).max())

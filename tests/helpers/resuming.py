@@ -14,7 +14,7 @@ from fastaccum.checkpoint.lock import FolderLock
 
 
 class Interruption(Exception):
-    """What ends a fit in these tests."""
+    """Ends a fit in these tests."""
 
 
 class Stateless(keras.callbacks.Callback):

@@ -217,8 +217,9 @@ def with_shares(model, optimizer, fa, shard=True):
 
 
 def refused(trainer, x, y):
-    """What a `fit` raises before a weight is moved; on all workers alike, so that it need not end
-    their cluster.
+    """Returns the error of a `fit` before a weight is moved.
+
+    All workers raise it alike, so it need not end their cluster.
     """
     before = trainer.model.get_weights()
     try:
@@ -288,8 +289,8 @@ def reading(keras):
 
 
 def out_of_range(keras, fa, strategy, index):
-    """What `fit` raises on each worker where a label of the second alone is out of range, the
-    number of updates, and whether a weight has moved. The chief reads each step's logs, so it knows
+    """Returns each worker's error, its number of updates and whether a weight has moved, when a
+    label of the second worker alone is out of range. The chief reads each step's logs, so it learns
     of it first.
     """
     x, labels = data()[0][:40], np.arange(40) % 3

@@ -156,7 +156,7 @@ def row(
 
 
 def is_legacy(model: Any) -> bool:
-    """Whether it is a tf_keras model."""
+    """Returns whether a model is a tf_keras model."""
     return not isinstance(model, keras.Model)
 
 

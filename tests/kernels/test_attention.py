@@ -229,8 +229,9 @@ def test_a_wrong_mask_is_seen():
 
 
 def drawn(rate, seed, batch=2, time=37, heads=4, implementation="blockwise"):
-    """What dropout multiplies the weights with, [B, H, T, S]: read off outputs for equal scores and
-    unit values.
+    """Returns the factors by which dropout multiplies the weights, [B, H, T, S].
+
+    They are read off outputs for equal scores and unit values.
     """
     query, key = tf.zeros([batch, time, heads, time]), tf.zeros([batch, time, 1, time])
     value = tf.broadcast_to(tf.eye(time)[:, None], key.shape)
@@ -282,8 +283,8 @@ def test_another_draw_for_the_gradient_is_seen():
 
 @pytest.mark.parametrize("rate", [0.1, pytest.param(0.5, marks=pytest.mark.variant)])
 def test_dropout_is_fair_and_independent(rate):
-    """Of rows, heads, queries, keys and successive seeds: means and correlations within 5.5
-    standard deviations.
+    """Checks that means and correlations over rows, heads, queries, keys and successive seeds lie
+    within 5.5 standard deviations.
     """
     masks = np.stack([drawn(rate, [3, step], time=96) for step in range(4)])  # [steps, B, H, T, S]
     assert np.allclose(np.unique(masks), [0, 1 / (1 - rate)])
@@ -401,8 +402,8 @@ def test_memory_is_linear_in_time():
 
 @pytest.mark.parametrize(("batch", "block"), [(8, 1024), (64, 512), (1, 2048)])
 def test_on_a_gpu_without_cudnn_blocks_are_as_large_as_memory_allows(batch, block):
-    """In two loops; 512 queries and keys at least, all of 2,048 where their scores take 256 MiB at
-    most.
+    """Expects two loops over blocks of at least 512 queries and keys, and of all 2,048 where their
+    scores take at most 256 MiB.
     """
     shapes = [tf.TensorSpec([batch, 2048, heads, 64], tf.bfloat16) for heads in (4, 2, 2, 4)]
 
@@ -442,8 +443,9 @@ CUDNN_TAKES = {
 
 @pytest.mark.parametrize("case", CUDNN_TAKES)
 def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
-    """In the calls that JAX makes (see the next test); whether cuDNN takes them, only a device can
-    tell.
+    """Reads the calls, which are those that JAX makes (see the next test).
+
+    Only a device can tell whether cuDNN takes them.
     """
     sizes, options = CUDNN_TAKES[case]
     tensors, segment_ids = make(**{"dtype": "bfloat16", "time": 128, "width": 64} | sizes)
@@ -468,7 +470,7 @@ def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
 
 
 def test_what_dropout_drops_is_drawn_again_on_the_way_back():
-    """In a loop of one block, too, of which XLA would keep what was dropped."""
+    """Covers a loop of one block too, for which XLA would keep the dropped positions."""
 
     @functools.partial(tf.function, jit_compile=True, autograph=False)
     def step(given, seed):
@@ -486,7 +488,7 @@ def test_what_dropout_drops_is_drawn_again_on_the_way_back():
 
 
 def test_of_a_padded_call_one_output_is_kept():
-    """That in which queries that see nothing have 0: cuDNN's own is let go."""
+    """Keeps the output in which queries without a visible key are 0, and frees cuDNN's own."""
     shape, layers = [2, 512, 8, 64], 4
     specs = [tf.TensorSpec(shape, tf.bfloat16), *2 * [tf.TensorSpec(shape[:2], tf.int32)]]
     weights = layers * [tf.TensorSpec([512, 512], tf.bfloat16)]
@@ -951,7 +953,9 @@ def test_shapes_that_auto_cannot_read(arguments, error, message):
 
 @pytest.mark.parametrize("jit_compile", [True, False, None])
 def test_second_derivatives_are_refused(jit_compile):
-    """What the loops computed is constant to autodiff: they would be wrong."""
+    """Expects an error: autodiff takes the results of the loops for constants, so second
+    derivatives would be wrong.
+    """
     (query, key, value, _), _ = make(time=20)
 
     def run(query):

@@ -101,7 +101,7 @@ def truth(inputs, cotangent, label_smoothing=0.0, z_loss=0.0, soft_cap=None):
 
 
 def assert_as_good(ours, reference, expected, tolerance):
-    """Whether no element is further from the truth than the reference's, plus a tolerance."""
+    """Asserts that no element is further from the truth than the reference's, plus a tolerance."""
     names = ("losses", "dhidden", "dkernel", "dbias")
     for name, got, unfused, want in zip(names, ours, reference, expected, strict=False):
         got, unfused = (t.numpy().astype("float64") for t in (got, unfused))

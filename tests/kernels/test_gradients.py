@@ -39,7 +39,7 @@ class Net:
         return tf.reduce_sum(weight[:, None] * (self.forward(x) - y) ** 2), tf.reduce_sum(weight)
 
     def gradients(self, stack):
-        """Of the full batch, in float64."""
+        """Computes the gradients of the full batch in float64."""
         x, y, weight = (part.astype("float64").reshape(-1, *part.shape[2:]) for part in stack)
         a, b = self.a.numpy().astype("float64"), self.b.numpy().astype("float64")
         hidden = np.maximum(x @ a, 0)
@@ -57,7 +57,7 @@ def make_stack(micro_batches=N, rows=ROWS):
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """What each variable's gradient was summed by, in order."""
+    """Returns the accumulator that summed each variable's gradient, in order."""
     chosen = []
 
     def spy(*args):
@@ -182,7 +182,7 @@ def test_the_loop_carries_no_accumulator_and_memory_is_less(monkeypatch):
 
 
 def choice(gradient_of, steps=N, rows=ROWS, dtype=tf.float32, shape=(WIDTH, WIDTH)):
-    """What sums the gradient of `gradient_of(x, kernel)`, a loss."""
+    """Returns the accumulator that sums the gradient of `gradient_of(x, kernel)`, a loss."""
     graph = tf.Graph()
     with graph.as_default():
         x, kernel = tf.zeros([rows, shape[0]], dtype), tf.zeros(shape)

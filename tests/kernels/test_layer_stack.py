@@ -306,7 +306,7 @@ def test_a_name_that_no_value_has_is_refused():
 
 
 def test_everything_is_what_plain_autodiff_keeps():
-    """In the dtype that it has: a cast to a wider one is computed again."""
+    """Keeps values in the dtype that they have, and recomputes a cast to a wider one."""
     block = keras.Sequential([layers.Dense(D, "relu"), layers.Dense(D)])
     assert kept(block, "everything_saveable") == [1, 1]
 

@@ -130,9 +130,7 @@ def test_hashed_bits_stay_what_they_are():
 
 
 def test_hashed_bits_are_independent():
-    """Of 2,048 keys and 2,048 numbers: each bit is as often 1 as 0, and no two rows or columns are
-    alike.
-    """
+    """Hashes 2,048 keys and numbers: each bit is as often 1 as 0, and no two rows or columns agree."""
     keys = np.random.default_rng(0).integers(0, 2**32, (2048, 2), np.uint64).astype("uint32")
     bits = hash_bits(
         tf.constant(keys), tf.range(2048, dtype=tf.int64).numpy().astype("uint32")

@@ -1,6 +1,4 @@
-"""What is computed again against the plain function: values, gradients, state, and what XLA makes
-of it.
-"""
+"""Compares recomputation with the plain function: values, gradients, state, and the HLO."""
 
 import functools
 import types
@@ -171,7 +169,7 @@ def products_saved(make, x, w, kept):
 
 
 def test_a_named_value_is_not_computed_again():
-    """What follows from it is: one product less than without the name."""
+    """Recomputes what follows from the named value: one product less than without the name."""
     w = tf.Variable(tf.ones([D, D]))
 
     def make():
@@ -281,8 +279,9 @@ def test_the_gradient_of_an_embedding_stays_sparse(package):
 
 
 def test_draws_of_tensorflow_are_those_of_the_forward_pass():
-    """As the dropout of tf_keras makes them. y is linear in x: its gradient has the elements that
-    were dropped.
+    """Draws as the dropout of tf_keras does.
+
+    Since y is linear in x, the gradient shows which elements were dropped.
     """
     dropout = tf_keras.layers.Dropout(0.5)
 
@@ -327,7 +326,7 @@ def test_what_cannot_be_computed_again_is_refused():
 
 
 def test_what_a_layer_puts_aside_is_read_outside():
-    """As attention's scores on an attribute, which a loss reads after the call."""
+    """Reads attention's scores, which a layer keeps in an attribute, in a loss after the call."""
     layer = types.SimpleNamespace(
         last=None, several=[None, 2.0], named={"scores": None, "other": "text"}
     )

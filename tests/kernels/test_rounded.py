@@ -19,7 +19,7 @@ ROWS = np.random.default_rng(0).normal(size=(3, 4, 8)).astype("float32")
 
 @contextlib.contextmanager
 def counting():
-    """What is asked for in it, and whether a copy was at hand."""
+    """Counts the requests for a rounded copy, and whether one was at hand."""
     asked, copy_of = [], rounded.copy_of
 
     def counted(variable, dtype):

@@ -265,7 +265,7 @@ def test_what_the_kernels_lack_is_refused(reason):
 
 
 def test_what_the_kernels_lack_is_left_to_the_layer(monkeypatch):
-    """In one model, each of the layers after the other."""
+    """Calls layers that the kernels cannot compute, one after the other in one model."""
 
     def every():
         made = [attend() for attend in LEFT.values()]
@@ -495,9 +495,7 @@ class Packed(keras.layers.Layer):
     ids=str,
 )
 def test_documents_in_a_row_see_themselves_alone(monkeypatch, options):
-    """With padding, too: a query whose document has no key that counts, or none before it, sees
-    nothing.
-    """
+    """Attends within packed documents, with padding too. A query without a visible key gets 0."""
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
     model = functools.partial(stock, functools.partial(Packed, **options))
     whole = in_keras(model(), *padded())

@@ -103,9 +103,7 @@ def test_an_error_leaves_nothing_behind(owner):
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_base_class_and_the_layer_may_both_be_intercepted(order):
-    """What reaches `super().call` is observed there, and what wraps the layer's own call wraps that
-    too.
-    """
+    """Observes the call that reaches `super().call`, and wraps the layer's own call around it."""
     layer, calls = Doubled(3), []
     x = tf.ones([2, 4])
     expected = layer(x)

@@ -526,7 +526,7 @@ class Tagger(layers.Layer):
 
 
 def test_layers_that_hold_an_embedding_are_no_blocks():
-    """Which would look up its ids again, unchecked."""
+    """Leaves out layers with an embedding, which would look up its ids again without a check."""
     ids = keras.Input((LENGTH,), dtype="int32")
     sides = [Tagger(), Tagger()]
     model = keras.Model(ids, layers.Dense(1)(layers.Add()([side(ids) for side in sides])))

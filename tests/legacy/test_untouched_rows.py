@@ -132,8 +132,9 @@ def make_model(regularizer=None):
 
 @pytest.mark.parametrize("regularizer", [None, "l2"])
 def test_fit_equals_tf_keras_on_the_full_batch(regularizer):
-    """Of five rows the last stack pads one. With a regulariser every row of the table has a
-    gradient.
+    """Trains on five rows, of which the last stack pads one.
+
+    With a regulariser every row of the table has a gradient.
     """
     tf_keras()
     fused, reference = make_model(regularizer), make_model(regularizer)

@@ -1,4 +1,4 @@
-"""What a step takes of memory, read off XLA's plan."""
+"""Tests the memory of a step that is read off XLA's plan."""
 
 import keras
 import pytest
@@ -65,7 +65,7 @@ def test_what_is_known_without_compiling_bounds_the_peak(memory):
 
 @pytest.mark.parametrize(("shape", "known"), [([16], True), (None, False)])
 def test_what_a_loop_writes_is_bounded_where_its_size_is_known(shape, known):
-    """As those of a LayerStack: without, each such step would be compiled twice."""
+    """Bounds the writes of a LayerStack's loops: otherwise each such step would be compiled twice."""
 
     @tf.function(autograph=False)
     def loop(x):

@@ -1,4 +1,4 @@
-"""What memory a device has: the tightest of the limits on it."""
+"""Tests the memory that a device has: the tightest of the limits on it."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""What cannot fit is told before a weight moves, and what runs out of memory leaves all as it
-was.
-"""
+"""Refuses what cannot fit before a weight moves. Running out of memory leaves all variables alone."""
 
 import os
 import re

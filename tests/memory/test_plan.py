@@ -161,8 +161,9 @@ def test_auto_is_the_fit_with_what_it_chose(data, monkeypatch, capsys):
 
 
 def test_what_recomputation_adds_is_told_of_one_micro_batch(planned):
-    """That with the fewest rows, which was compiled with and without: larger ones may compute
-    less.
+    """Compares the smallest micro-batch with and without recomputation.
+
+    Larger ones may recompute less.
     """
     found = planner.Planner(planned[0]._step, None, 8)
     compiled = [(None, 8, 1000), (None, 1, 1200), ("auto", 1, 1560), ("auto", 4, 1400)]
@@ -235,7 +236,7 @@ def test_what_is_refused(call, message, planned, capsys):
 
 
 def test_a_plan_is_shown_as_its_table(planned):
-    """As on the last line of a notebook's cell."""
+    """Shows the table when a plan is the last line of a notebook's cell."""
     assert repr(planned[2]) == str(planned[2]) and "Considered(" not in repr(planned[2])
 
 

@@ -1,5 +1,5 @@
-"""What another process compiled is loaded if it is whole and ours, and else never seen by
-TensorFlow.
+"""Loads programs that another process compiled if they are whole and ours, and hides all others
+from TensorFlow.
 """
 
 import hashlib
@@ -89,8 +89,8 @@ def test_a_damaged_entry_is_moved_aside(cache, tmp_path, damage):
     "seal", [None, "", "{}", "[]", '{"key": "another", "function": "__inference_step"}', "\0"]
 )
 def test_what_was_planted_or_left_unsealed_is_not_offered(cache, tmp_path, seal):
-    """As a process leaves it that is killed before it sealed, or another version's folder by this
-    one's name.
+    """Leaves entries unsealed, as a process that is killed does, or renames another version's
+    folder.
     """
     planted = ENTRY.replace("1", "3")
     (cache.store / planted).write_bytes(b"planted")
@@ -248,7 +248,7 @@ def corrupt(*entries):
 
 @pytest.fixture(scope="module")
 def plain():
-    """What a process without a cache prints."""
+    """Returns the output of a process without a cache."""
     return ended(start(""))
 
 
@@ -261,7 +261,7 @@ def filled(tmp_path_factory):
 
 @pytest.fixture
 def first(filled, tmp_path):
-    """What the process printed that filled the cache in `tmp_path`."""
+    """Returns the output of the process that filled the cache in `tmp_path`."""
     shutil.copytree(filled[0], tmp_path / "cache")
     return filled[1]
 

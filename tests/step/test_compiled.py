@@ -1,4 +1,4 @@
-"""What XLA compiles the step to: the structure that makes it fast, and the memory that it plans."""
+"""Reads the compiled step: the structure that makes it fast, and the memory that XLA plans."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What stops training, and what its errors say."""
+"""Tests what stops training, and the messages of its errors."""
 
 import pytest
 import tensorflow as tf

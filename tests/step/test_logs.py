@@ -31,7 +31,7 @@ def model_of(outputs):
 
 
 def of_formula(model, outputs, reduction):
-    """Of all rows as one batch, in float64: each output's loss, and the regularisers."""
+    """Computes each output's loss and the regularisers in float64, over all rows as one batch."""
     x, y, weight = (each.astype("float64") for each in data())
     penalty, parts = 0.0, {}
     for name in outputs:

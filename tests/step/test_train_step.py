@@ -483,8 +483,8 @@ def test_without_xla_two_micro_batches_are_computed_at_a_time(draw, largest, exp
 
 
 def test_without_xla_each_micro_batch_finds_what_the_one_before_assigned():
-    """With the work after it still to do, as BatchNormalization's averages move long before the
-    backward pass ends.
+    """Assigns a variable with work still to do after it, as BatchNormalization moves its averages
+    before the backward pass ends.
     """
     w, state = tf.Variable(tf.ones([64, 64])), tf.Variable(0.0)
 

@@ -224,8 +224,9 @@ def plain():
 
 
 def test_rows_that_vary_go_over_to_xla_after_some_updates(tmp_path, monkeypatch):
-    """As long trainings on a CPU do after 512 updates: exact before and behind it, and bit for bit
-    as resumed there.
+    """Goes over to XLA, as long trainings on a CPU do after 512 updates.
+
+    Updates are exact before and after, and a resumed training is bit-identical.
     """
     monkeypatch.setattr(of_sizes, "STEPS_TO_LEARN", 3)
     monkeypatch.setattr(of_sizes, "STEPS_TO_EARN", 5)
@@ -257,8 +258,9 @@ def test_rows_that_vary_go_over_to_xla_after_some_updates(tmp_path, monkeypatch)
 
 
 def test_steps_read_ahead_of_a_checkpoint_do_not_change_what_comes_before_them(tmp_path):
-    """Of a dispatch of three steps the last shows that sizes vary, and a resumed training has not
-    seen it yet.
+    """Reads a dispatch of three steps, of which the last shows that sizes vary.
+
+    A resumed training has not seen it yet.
     """
     sizes = [4, 4, 2, 4, 4, 2, 3, 3, 2] * 2
 

@@ -572,7 +572,7 @@ def test_generated_updates_are_those_of_keras_on_the_full_batch(
 
 
 def test_a_mean_of_the_batches_means_is_another_update():
-    """As Keras's optimizers accumulate: a negative control of the test above."""
+    """Averages the batches' means, as Keras's optimizers do: a negative control of the test above."""
     trainer, _, weights = side_by_side("classifier, weighted")
     batches = list(CASES["classifier, weighted"][1]([(2, 3), (6, 9)]))
     trainer.gradient_accumulation_steps = 2

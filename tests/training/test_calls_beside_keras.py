@@ -275,7 +275,7 @@ class StopAtTheEnd(keras.callbacks.Callback):
 
 
 def test_a_training_stopped_at_the_end_of_an_epoch_goes_on(both, tmp_path):
-    """What was left of the epoch is nothing: the next one begins where it ended."""
+    """Begins the next epoch where the last one ended, since nothing of it is left."""
     trainer = both[1][0]
     start = trainer.model.get_weights()
 

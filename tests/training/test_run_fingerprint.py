@@ -1,5 +1,5 @@
-"""What changes a training changes its description too, which workers and resumed trainings
-compare.
+"""Checks that whatever changes a training changes its description, which workers and resumed
+trainings compare.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ Y = X.sum(1, keepdims=True)
 
 
 def description(trainer):
-    """What a checkpoint of a trainer holds that is not built yet, and what its worker would say."""
+    """Describes an unbuilt trainer, as a checkpoint and a worker would."""
     sample = trainer._recipe.make_source(X, Y, None, trainer._present_options, batch_size=4).sample
     groups = {
         "model": trainer.model.variables,
@@ -197,7 +197,7 @@ def changes(made, kind):
 
 
 def _repeats(default, value):
-    """Whether Keras takes a value for the same: 1 for (1, 1)."""
+    """Returns whether Keras takes two values for the same, as 1 and (1, 1)."""
     return (
         isinstance(default, tuple) and {*np.ravel(default)} == {value}
         if np.ndim(value) == 0
@@ -318,7 +318,7 @@ class Optimizer(keras.optimizers.SGD):
 
 
 class Settings:
-    """What a program reads its options from, some of which are of no matter to its training."""
+    """Holds a program's options, some of which do not matter to its training."""
 
     def __init__(self, **values):
         vars(self).update(values)
@@ -707,7 +707,7 @@ CALLS = 0
 
 
 class Counting(Layer):
-    """Which keeps what it does not read again, and counts."""
+    """Keeps and counts values that it does not read again."""
 
     calls = 0
 

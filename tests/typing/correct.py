@@ -1,4 +1,4 @@
-"""What a user may write: type checkers must accept all of it, and see what comes back."""
+"""Holds correct uses: type checkers must accept all of it, and infer the results."""
 
 import keras
 import numpy as np

@@ -21,9 +21,7 @@ PYRIGHT = ["pyright", "--pythonpath", sys.executable]
 
 
 def check(command, folder):
-    """What the checker prints; it runs in a folder from which only the installation leads to
-    fastaccum.
-    """
+    """Returns a checker's output in a folder from which only the installation leads to fastaccum."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {
         "PATH": path
@@ -54,7 +52,7 @@ def test_right_calls_pass_and_wrong_ones_are_reported(command, tmp_path):
 
 
 def public():
-    """Where each public class and function is defined."""
+    """Returns the module in which each public class and function is defined."""
     for module in (fa, fa.kernels, fa.checkpoint):
         for name in getattr(module, "__all__", vars(module)):
             value = getattr(module, name, None) if name != "addons" else None

@@ -1,4 +1,4 @@
-"""What a user may get wrong: type checkers must report the lines marked so, and no others."""
+"""Holds wrong uses: type checkers must report the marked lines, and no others."""
 
 import keras
 import numpy as np
