@@ -46,8 +46,8 @@ The columns:
   loss scale was too high.
 - *remat*: the error of our step with `fa.remat(model)`, compared with ours without it, or why `fa.remat` refuses the
   model.
-- *fused*: the *error*, where all attention that `flash_attention="auto"` fuses in large models is fused at this tiny
-  size, too, in the blocks that a CPU computes. {fused}
+- *fused*: the *error*, with fused attention, computed by the blockwise kernel for CPUs. At this tiny size
+  `flash_attention="auto"` would not fuse it, so the tests fuse all attention that "auto" fuses in large models. {fused}
 
 An empty cell was not tried. The versions: {versions}
 """
