@@ -290,6 +290,16 @@ def test_ci_runs_the_commands_of_the_readme():
     )
 
 
+def test_the_citation_and_the_changelog_name_the_version():
+    package = (ROOT / "fastaccum" / "__init__.py").read_text()
+    version = re.search(r'(?m)^__version__ = "(.*)"', package)[1]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released, date = re.search(r"(?m)^## \[(\d.*)\] - (\S+)$", changelog).groups()
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert released == version
+    assert f"\nversion: {version}\ndate-released: {date}\n" in citation
+
+
 def test_the_cpu_wheel_of_the_readme_is_of_the_tested_version():
     tested = re.search(r"(?m)^tensorflow==(.*)", (ROOT / "constraints.txt").read_text())[1]
     assert re.findall(r"tensorflow-cpu==(\S+)", (ROOT / "README.md").read_text()) == [tested]
