@@ -459,13 +459,28 @@ class Trainer:
         callbacks: arguments.CallbacksArgument = None,
         return_dict: bool = False,
     ) -> float | list[float] | dict[str, float]:
-        """Computes loss and metrics over a whole data set, with the arguments of Keras's
-        `evaluate`.
+        """Computes loss and metrics over a whole data set, as Keras's `evaluate` does.
 
         The loss is that of all rows as one batch: the sum of the losses divided by the sum of the
-        weights, not a mean of the batches' means. Weights and state stay as they are. `steps` and
-        the numbers that callbacks see count batches, as in Keras. Returns the loss, a list of loss
-        and metrics, or with `return_dict` a dict.
+        weights, not a mean of the batches' means. Weights and state stay as they are.
+
+        Args:
+            x: the inputs, or data that yield the targets too, as in Keras.
+            y: the targets, if `x` does not yield them.
+            batch_size: the number of rows in a batch of arrays; 32 by default.
+            verbose: the progress bar, as in Keras.
+            sample_weight: weights of rows or tokens, if `x` does not yield them.
+            steps: the number of batches to evaluate. None for all.
+            callbacks: Keras callbacks, whose batch numbers count batches, as in Keras.
+            return_dict: returns the results by name.
+
+        Returns:
+            The loss, a list of the loss and the metrics, or with `return_dict` a dict.
+
+        Raises:
+            TypeError, ValueError: raised if data do not fit the model, or if labels or ids are out
+                of range.
+            OutOfMemoryError: raised if memory runs out.
         """
         self._builder.fingerprint.require_alike("evaluate", steps=steps)
         checks.true_or_false("return_dict", return_dict)
@@ -495,7 +510,22 @@ class Trainer:
         steps: int | None = None,
         callbacks: arguments.CallbacksArgument = None,
     ) -> Any:
-        """The model's outputs for `x`, as NumPy arrays: Keras's own `predict`."""
+        """Computes the model's outputs for `x`, by Keras's own `predict`.
+
+        Args:
+            x: the inputs, as in Keras.
+            batch_size: the number of rows in a batch of arrays; 32 by default.
+            verbose: the progress bar, as in Keras.
+            steps: the number of batches to predict. None for all.
+            callbacks: callbacks of the model's own Keras.
+
+        Returns:
+            A NumPy array for each output, in the structure of the model's outputs.
+
+        Raises:
+            TypeError, ValueError: raised if `x` does not fit the model, or an argument is none that
+                Keras takes.
+        """
         self._builder.fingerprint.require_alike("predict", steps=steps)
         return predict(
             self._model, x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
@@ -503,16 +533,18 @@ class Trainer:
 
     @workers.abort_peers_on_error
     def train_step(self, stack: tuple[arguments.Arrays | None, ...]) -> StepResult:
-        """One train step on `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches,
-        rows, ...]`.
+        """Runs one train step.
 
-        Reading one of the results, which are on the device, waits for the step.
+        The results are on the device, and reading one of them waits for the step.
+
+        Args:
+            stack: `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches, rows, ...]`.
 
         Raises:
-            ValueError: raised if axes do not match, or labels or ids are out of range (with a GPU,
-                which this does not wait for, at the next call).
-            NonFiniteError: raised if training can only skip its steps (likewise; see
-                `on_nonfinite`).
+            ValueError: raised if axes do not match, or if labels or ids are out of range. On a GPU
+                the next call raises the latter, since this one does not wait for the step.
+            NonFiniteError: raised if training can only skip its steps (see `on_nonfinite`). On a
+                GPU the next call raises it.
         """
         return self._step_inputs.run(stack)
 
@@ -561,13 +593,33 @@ class Trainer:
     def compiler_ir(
         self, stack: tuple[arguments.Arrays | None, ...], stage: ir.Stage = "optimized_hlo"
     ) -> str | bytes:
-        """The compiled train step for a stack of this shape: "optimized_hlo",
-        "stablehlo_serialized", ...
+        """Returns the compiled train step for a stack of this shape; runs nothing.
+
+        Args:
+            stack: `(x, y)` or `(x, y, sample_weight)`, as for `train_step`.
+            stage: one of the stages of TensorFlow's `experimental_get_compiler_ir`: "hlo",
+                "hlo_no_metadata", "hlo_serialized", "optimized_hlo", "optimized_hlo_dot",
+                "optimized_hlo_proto_serialized", "optimized_hlo_serialized", "stablehlo" or
+                "stablehlo_serialized".
+
+        Returns:
+            A text, or bytes for the serialized stages.
+
+        Raises:
+            ValueError: raised if the step runs without XLA, if the model has replicas, or if the
+                stack does not fit.
         """
         return ir.compiler_ir(*self._step_inputs.program(stack), stage=stage)
 
     def memory_analysis(self, stack: tuple[arguments.Arrays | None, ...]) -> ir.MemoryAnalysis:
-        """XLA's memory plan of the train step for a stack of this shape; nothing is run."""
+        """Returns XLA's memory plan of the train step for a stack of this shape; runs nothing.
+
+        Args:
+            stack: `(x, y)` or `(x, y, sample_weight)`, as for `train_step`.
+
+        Raises:
+            ValueError: raised as by `compiler_ir`.
+        """
         return ir.memory_analysis(*self._step_inputs.program(stack))
 
     def _plan(self, sample: arguments.Data, **asked: object) -> Plan:
