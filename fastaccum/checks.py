@@ -16,17 +16,23 @@ from fastaccum.kernels.checks import in_float32, positive, shown
 
 def positive_or_none(name: str, value: object) -> float | None:
     """Returns `value` as a positive, finite float, or None."""
-    return None if value is None else positive(name, value, ", or None")
+    if value is None:
+        return None
+    return positive(name, value, ", or None")
 
 
 def path(name: str, value: object) -> Path:
     """Returns `value`, a str or a path, as a path that a file system can have."""
-    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
-    if not isinstance(text, str):
+    if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name}={shown(value)} must be a path.")
-    if "\0" in text or any(
+    text = os.fspath(value)
+    if not isinstance(text, str):  # a path of bytes
+        raise TypeError(f"{name}={shown(value)} must be a path.")
+    # Surrogates but for those by which Python stands for bytes that are no text.
+    has_surrogates = any(
         "\ud800" <= letter < "\udc80" or "\udcff" < letter <= "\udfff" for letter in text
-    ):
+    )
+    if "\0" in text or has_surrogates:
         raise ValueError(f"{name}={shown(value)} must be a path: no file system has such letters.")
     return Path(text)
 
@@ -59,8 +65,10 @@ def class_weight(value: object) -> dict[int, float] | None:
             f"weights_b[labels_b]}}."
         )
     for index, factor in value.items():
-        of_type = isinstance(index, numbers.Integral) and isinstance(factor, numbers.Real)
-        if not (of_type and 0 <= index <= sys.maxsize and factor >= 0 and in_float32(factor)):
-            error = ValueError if of_type else TypeError
-            raise error(f"class_weight={value} {rule}; {index!r}: {factor!r} does not.")
+        message = f"class_weight={value} {rule}; {index!r}: {factor!r} does not."
+        is_of_type = isinstance(index, numbers.Integral) and isinstance(factor, numbers.Real)
+        if not is_of_type:
+            raise TypeError(message)
+        if not (0 <= index <= sys.maxsize and factor >= 0 and in_float32(factor)):
+            raise ValueError(message)
     return {int(index): float(factor) for index, factor in value.items()}

@@ -1,3 +1,1 @@
-"""One interface to Keras 3, tf_keras and tensorflow-addons: what is private to Keras is named here
-and nowhere else.
-"""
+"""One face for Keras's models, optimizers, losses, metrics and callbacks, in a train step."""

@@ -1,9 +1,8 @@
-"""Losses that a forward pass adds, `add_loss` and activity regularisers: over rows a mean, or a
-sum.
-"""
+"""Losses that a forward pass adds, by `add_loss` or activity regularisers."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -17,17 +16,17 @@ _DIVIDES_BY_ROWS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
 
 
 def require_sum_over_rows(layer: keras.layers.Layer) -> None:
-    """Raises ValueError if a user's activity regulariser is a mean over rows, where Keras divides a
-    sum itself.
-    """
+    """Raises ValueError if a user's activity regulariser is a mean over rows: Keras takes a sum."""
     regularizer = getattr(layer, "activity_regularizer", None)
     if regularizer is None or of_keras(type(regularizer)):
         return
-    try:
-        one, two = (float(regularizer(tf.fill([rows, 4], 0.5))) for rows in (1, 2))
-    except Exception:  # it takes other shapes, or a distribution
-        one, two = 0.0, 1.0
-    if one == two != 0.0 or "tensorflow_probability.KLDivergenceRegularizer" in kinds(regularizer):
+    is_mean = "tensorflow_probability.KLDivergenceRegularizer" in kinds(regularizer)
+    with contextlib.suppress(Exception):  # it may take other shapes, or a distribution
+        of_one_row = float(regularizer(tf.fill([1, 4], 0.5)))
+        of_two_rows = float(regularizer(tf.fill([2, 4], 0.5)))
+        if of_one_row == of_two_rows != 0.0:
+            is_mean = True
+    if is_mean:
         name = getattr(regularizer, "__name__", type(regularizer).__name__)
         strength = ""
         if _DIVIDES_BY_ROWS:
@@ -41,27 +40,31 @@ def require_sum_over_rows(layer: keras.layers.Layer) -> None:
 
 
 def get_reduction(added_loss: tf.Tensor) -> str:
-    """Returns how an added loss counts, as in Keras: a scalar is the mean of the rows, one loss per
-    row is summed.
-    """
-    return "sum" if len(added_loss.shape) or getattr(added_loss, "sums_rows", False) else "mean"
+    """Returns "mean" for a scalar, and "sum" for a loss per row, as Keras reduces added losses."""
+    if len(added_loss.shape) or getattr(added_loss, "sums_rows", False):
+        return "sum"
+    return "mean"
 
 
 def mark_regularizers(
     layers: list[keras.layers.Layer],
 ) -> list[tuple[keras.layers.Layer, str, Callable]]:
-    """Returns attributes to replace, (layer, name, value), by which `reduction` knows the sums of
-    regularisers.
+    """Returns attributes to replace, (layer, name, value), so that regularisers' sums are marked.
+
+    `get_reduction` reads the mark. Keras that divides by the rows itself needs none.
     """
+    if _DIVIDES_BY_ROWS:
+        return []
 
     def marked(regularizer, output):
         loss = regularizer(output)
         loss.sums_rows = True
         return loss
 
-    own = [] if _DIVIDES_BY_ROWS else [(each, each.activity_regularizer) for each in layers]
-    return [
-        (each, "activity_regularizer", functools.partial(marked, of))
-        for each, of in own
-        if of is not None
-    ]
+    replacements: list[tuple[keras.layers.Layer, str, Callable]] = []
+    for layer in layers:
+        regularizer = layer.activity_regularizer
+        if regularizer is not None:
+            marking = functools.partial(marked, regularizer)
+            replacements.append((layer, "activity_regularizer", marking))
+    return replacements

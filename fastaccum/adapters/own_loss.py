@@ -17,41 +17,55 @@ from fastaccum.graphs.traces import TELLING_ROWS, WEIGHTS, list_python_calls, tr
 Reduction = Literal["mean", "sum"]
 
 
-def with_compiled_defaults(model: Model, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of `compile`, or what the model was compiled with in place of missing ones;
-    no loss is None.
+def with_compiled_defaults(model: Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Fills missing arguments of `compile` in with what the model was compiled with.
+
+    Returns them with None for a loss without any entry: the model's own.
     """
-    found = dict(given)
-    if found["loss"] is None:
-        compiled = model.compiled_with
-        found["loss"] = compiled["loss"]
-        if found["optimizer"] is None:
-            found["optimizer"] = compiled["optimizer"]
-        if found["loss"] is not None and found["loss_weights"] is None:
-            found["loss_weights"] = compiled["loss_weights"]
-        if not found["metrics"] and not found["weighted_metrics"]:
-            found |= {name: compiled[name] for name in ("metrics", "weighted_metrics")}
-    if found["optimizer"] is None:
-        found["optimizer"] = "adamw"
-    for name in found.keys() - {"optimizer"}:
-        checks.require_nest(name, found[name])
-    if all(each is None for each in tf.nest.flatten(found["loss"])):
-        found["loss"] = None
+    completed = dict(arguments)
+    if completed["loss"] is None:
+        completed.update(_compiled_arguments(model, arguments))
+    if completed["optimizer"] is None:
+        completed["optimizer"] = "adamw"
+
+    for name in completed.keys() - {"optimizer"}:
+        checks.require_nest(name, completed[name])
+    if all(loss is None for loss in tf.nest.flatten(completed["loss"])):
+        completed["loss"] = None
         require_any(model)
-        if (weights := found["loss_weights"]) is not None:
+        weights = completed["loss_weights"]
+        if weights is not None:
             raise ValueError(
                 f"loss_weights={weights!r} without a loss: weight the model's own where it is "
                 "computed."
             )
-    return found
+    return completed
+
+
+def _compiled_arguments(model: Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the model was compiled with for the loss and other missing arguments."""
+    compiled = model.compiled_with
+    taken = {"loss": compiled["loss"]}
+    if arguments["optimizer"] is None:
+        taken["optimizer"] = compiled["optimizer"]
+    if compiled["loss"] is not None and arguments["loss_weights"] is None:
+        taken["loss_weights"] = compiled["loss_weights"]
+    if not arguments["metrics"] and not arguments["weighted_metrics"]:
+        taken["metrics"] = compiled["metrics"]
+        taken["weighted_metrics"] = compiled["weighted_metrics"]
+    return taken
 
 
 def require_any(model: Model, called: bool = False) -> None:
-    """Raises ValueError for a model without a loss of its own; what it adds is known only once it
-    has been `called`.
+    """Raises ValueError for a model without a loss of its own.
+
+    Only a model that has been `called` shows if it adds losses.
     """
-    adds = model.added_reductions if called else model.may_do_more
-    if not (adds or model.overrides("compute_loss") or model.returned_losses):
+    if called:
+        adds_losses = bool(model.added_reductions)
+    else:
+        adds_losses = model.may_do_more
+    if not (adds_losses or model.overrides("compute_loss") or model.returned_losses):
         raise ValueError(
             f"loss=None, and {type(model.model).__name__} has no loss of its own, compiled, "
             "added or in compute_loss. Pass a Keras loss, its name, or a function fn(y_true, "
@@ -60,23 +74,25 @@ def require_any(model: Model, called: bool = False) -> None:
 
 
 def calls_python(model: Model, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest) -> bool:
-    """Tells if a `compute_loss` that a model overrides calls Python, for specs of a batch and of
-    its outputs.
+    """Tells if a `compute_loss` that a model overrides calls Python.
 
-    An empty nest stands for no targets or no weights.
+    The arguments are specs of a batch and of its outputs. An empty nest stands for no targets or
+    no weights.
     """
     if not model.overrides("compute_loss"):
         return False
 
-    def nothing(*tensors: Nest, **losses: Nest) -> tf.Tensor:
+    def no_loss(*tensors: Nest, **losses: Nest) -> tf.Tensor:
         """Stands for the compiled loss, and for each of the model's losses."""
         return tf.constant(0.0)
 
     def compute(batch: Sequence[Nest]) -> tf.Tensor:
         x, y, y_pred, sample_weight = batch
-        y = y if tf.nest.flatten(y) else None
-        sample_weight = sample_weight if tf.nest.flatten(sample_weight) else None
-        with model.own_losses(nothing, nothing):
+        if not tf.nest.flatten(y):
+            y = None
+        if not tf.nest.flatten(sample_weight):
+            sample_weight = None
+        with model.own_losses(no_loss, no_loss):
             return model.compute_loss(x, y, y_pred, sample_weight, training=True)
 
     for rows in (TELLING_ROWS, None):  # None for a model of a fixed batch size
@@ -87,12 +103,11 @@ def calls_python(model: Model, x: Nest, y: Nest, y_pred: Nest, sample_weight: Ne
 
 
 class OwnLoss:
-    """The `compute_loss` that a model overrides, given what Keras gives it at a scale that is exact
-    over all rows.
-    """
+    """The `compute_loss` that a model overrides, at a scale that is exact over all rows."""
 
     def __init__(self, model: Model, reduction: Reduction):
-        self._model, self.reduction = model, reduction
+        self._model = model
+        self.reduction = reduction
         self.name = f"{type(model.model).__name__}.compute_loss"
 
     def __call__(
@@ -105,25 +120,33 @@ class OwnLoss:
         compiled: Callable[[Nest, Nest, Nest], tf.Tensor] | None,
         share: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Returns the loss of a micro-batch, a `share` of a step's rows; `compiled` stands for the
-        compiled one.
+        """Returns the loss of a micro-batch, which has a `share` of a step's rows.
+
+        The model's `compute_loss` calls `compiled` where it calls the compiled loss.
         """
 
-        def given(
+        def compiled_loss(
             y: Nest, y_pred: Nest, sample_weight: Nest = None, regularization_losses: Sequence = ()
         ) -> tf.Tensor:
             loss = compiled(y, y_pred, sample_weight)  # type: ignore[misc]
-            return tf.add_n([loss, *(tf.cast(each, tf.float32) for each in regularization_losses)])
+            penalties = [tf.cast(penalty, tf.float32) for penalty in regularization_losses]
+            return tf.add_n([loss, *penalties])
 
         def rescaled(loss: tf.Tensor, is_regularizer: bool) -> tf.Tensor:
             if share is None:
                 return loss
-            # a loss for each row is summed over all of them, as in Keras
             if self.reduction == "mean":
-                return loss / tf.cast(share, loss.dtype) if get_reduction(loss) == "sum" else loss
-            return loss * tf.cast(share, loss.dtype) if is_regularizer else loss
+                if get_reduction(loss) == "sum":  # a loss for each row, as Keras sums them
+                    return loss / tf.cast(share, loss.dtype)
+                return loss
+            if is_regularizer:
+                return loss * tf.cast(share, loss.dtype)
+            return loss
 
-        with self._model.own_losses(None if compiled is None else given, rescaled):
+        replacement = None
+        if compiled is not None:
+            replacement = compiled_loss
+        with self._model.own_losses(replacement, rescaled):
             value = self._model.compute_loss(x, y, y_pred, sample_weight, training)
         if not tf.is_tensor(value) or value.shape.rank or not value.dtype.is_floating:
             raise ValueError(
@@ -133,9 +156,11 @@ class OwnLoss:
 
 
 def named_weights(sample_weight: Nest) -> Nest:
-    """Names the sample weights that `compute_loss` passes to its compiled loss, so that a probe
-    finds them.
-    """
-    return tf.nest.map_structure(
-        lambda w: None if w is None else tf.identity(w, name=WEIGHTS), sample_weight
-    )
+    """Names the sample weights that `compute_loss` passes on, so that a probe finds them."""
+
+    def named(weight: tf.Tensor | None) -> tf.Tensor | None:
+        if weight is None:
+            return None
+        return tf.identity(weight, name=WEIGHTS)
+
+    return tf.nest.map_structure(named, sample_weight)

@@ -1,6 +1,4 @@
-"""Errors for a model that overrides what Keras's `fit` and `evaluate` call, and a Trainer does
-not.
-"""
+"""Refuses a model whose override of a Keras method a Trainer would never call."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ _STEPS = "train_step", "test_step", "make_train_function", "make_test_function"
 
 
 def require_called(model: Model) -> None:
-    """Raises ValueError for a model that overrides a method which would be passed over, and says
-    what to do.
-    """
+    """Raises ValueError, with a remedy, for a model's override of a method that is never called."""
     for name, remedy in _LOOPS.items():
         if model.replaces_loop(name):
             raise ValueError(

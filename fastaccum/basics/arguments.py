@@ -1,6 +1,4 @@
-"""The types of what Trainer and TrainStep take from NumPy, TensorFlow, Keras 3, tf_keras and
-tensorflow-addons.
-"""
+"""Types of the arguments of Trainer and TrainStep."""
 
 from __future__ import annotations
 

@@ -34,17 +34,18 @@ def restored(variables: Sequence[tf.Variable]) -> Iterator[None]:
 
 @contextmanager
 def replaced(attributes: Iterable[tuple[object, str, object]]) -> Iterator[None]:
-    """Sets attributes, given as (object, name, value), and restores them on exit; blocks may be
-    nested.
+    """Sets attributes, given as (object, name, value), and restores them on exit.
+
+    Blocks may be nested.
     """
-    with ExitStack() as undone:
+    with ExitStack() as on_exit:
         for owner, name, value in attributes:
-            own = vars(owner)
-            if name in own:
-                undone.callback(own.update, {name: own[name]})
+            attributes_of_owner = vars(owner)
+            if name in attributes_of_owner:
+                on_exit.callback(attributes_of_owner.update, {name: attributes_of_owner[name]})
             else:
-                undone.callback(own.pop, name, None)
-            own[name] = value
+                on_exit.callback(attributes_of_owner.pop, name, None)
+            attributes_of_owner[name] = value
         yield
 
 
@@ -54,12 +55,15 @@ def of_keras(thing: object) -> bool:
 
 
 def kinds(value: object) -> dict[str, type]:
-    """Returns a value's class and its bases by package and name, such as "keras.Optimizer", where
-    these are true.
+    """Returns a value's class and its bases, by names such as "keras.Optimizer".
+
+    A class whose name is not true of it, such as a user's that says it is Keras's, is left out.
     """
-    own = {known_name(each): each for each in reversed(type(value).__mro__)}
-    own.pop("", None)
-    return own
+    classes = {}
+    for cls in reversed(type(value).__mro__):
+        classes[known_name(cls)] = cls
+    classes.pop("", None)
+    return classes
 
 
 def require_model(model: object) -> None:
@@ -72,17 +76,15 @@ def require_model(model: object) -> None:
 
 
 def runs_keras(value: object, method: str) -> bool:
-    """Tells if an object's method is Keras's or tf_keras's, overridden neither by its class nor on
-    the object.
-    """
+    """Tells if an object's method is Keras's or tf_keras's: nothing overrides it."""
     function = getattr(type(value), method, None)
-    return (
-        function is not None and of_keras(function) and method not in getattr(value, "__dict__", {})
-    )
+    if function is None or not of_keras(function):
+        return False
+    return method not in getattr(value, "__dict__", {})
 
 
 def function_of(loss: Any) -> Callable | None:
-    """Returns the function whose values a Keras loss returns, its `fn`; None for a loss with a
-    `call` of its own.
-    """
-    return getattr(loss, "fn", None) if runs_keras(loss, "call") else None
+    """Returns the `fn` whose values a Keras loss returns; None for a loss with its own `call`."""
+    if not runs_keras(loss, "call"):
+        return None
+    return getattr(loss, "fn", None)

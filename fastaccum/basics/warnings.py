@@ -1,6 +1,4 @@
-"""Lines for people: text of unknown origin made safe to print, and warnings and errors at the line
-that caused them.
-"""
+"""Warnings and errors at the user's line that caused them, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -15,31 +13,36 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-LONGEST = 2000  # characters
+# Characters of a printed text. A user's repr may have millions.
+LONGEST = 2000
+# Packages whose lines are not the user's.
 _INNER = ("fastaccum", "keras", "tf_keras", "tensorflow", "contextlib", "functools")
 
 
 def one_line(text: str) -> str:
-    """Makes `text` one line that is safe to print: line breaks and a terminal's commands are
-    escaped.
-    """
-    text = text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text.replace("\n", " "))
+    """Makes `text` one line that is safe to print: a terminal's commands are escaped."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    printable = []
+    for character in text.replace("\n", " "):
+        if not character.isprintable():
+            character = ascii(character)[1:-1]
+        printable.append(character)
+    return "".join(printable)
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warns at the line that called this package, however deep inside the package the reason was
-    found.
-    """
-    frame, level = inspect.currentframe(), 1
+    """Warns at the user's line that called this package."""
+    frame = inspect.currentframe()
+    level = 1
     while frame is not None and _is_inner(frame):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level += 1
     warnings.warn(message, category, stacklevel=level)
 
 
 def short_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a public function: what it refuses shows the caller's own lines, as Keras's errors
-    do.
+    """Decorates a public function so that its errors show the caller's lines, as Keras's do.
 
     An error of any other kind than TypeError and ValueError keeps its lines, since it may be a
     fault of this package. `keras.config.disable_traceback_filtering()` shows the lines of
@@ -61,9 +64,7 @@ def short_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _shorten(error: BaseException | None) -> None:
-    """Drops the lines of this and other packages from an error and those that led to it, all but
-    where each arose.
-    """
+    """Drops the lines of packages from an error and its causes, but for where each arose."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -81,13 +82,11 @@ def _is_inner(frame: types.FrameType) -> bool:
 
 
 def without_arguments(error: Exception) -> str:
-    """Returns an error's message without the arguments of a layer's call, which Keras adds in lines
-    of their own.
-    """
+    """Returns an error's message without the arguments of a layer's call, which Keras adds."""
     plain = re.sub(r"\x1b\[\d+m", "", str(error))  # Keras prints in bold
     added = r"Exception encountered when calling (.+?)\.\n\n(.*?)\n\nArguments received by .*"
-    found = re.fullmatch(added, plain, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(added, plain, re.DOTALL)
+    if match is None:
         return plain
-    call, message = found.groups()
+    call, message = match.groups()
     return f"{call}: {message}"

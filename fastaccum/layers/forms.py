@@ -21,24 +21,35 @@ Call = Callable[..., tf.Tensor]  # a layer's method
 
 
 def make_forms(layers: Iterable[keras.layers.Layer], uses_xla: bool) -> list[Interceptor]:
-    """Returns interceptors with forms that XLA compiles in a loop or in less memory, or that pass
-    less over memory.
+    """Returns interceptors with other forms of layers' computations.
+
+    XLA compiles these in a loop or in less memory; without XLA they make fewer passes over memory.
     """
-    found: list[tuple[keras.layers.Layer, str, Callable[..., tf.Tensor]]] = []
+    interceptors = []
     for layer in layers:
-        if not uses_xla:
-            if _is_plain_batch_norm(layer) and not has_gpu():
-                found.append((layer, "call", _normalize_batch))
-        elif type(layer) is keras.layers.LayerNormalization and not layer.rms_scaling:
-            found.append((layer, "call", _normalize_layer))
-        elif type(layer) is keras.layers.RMSNormalization:
-            found.append((layer, "call", _normalize_rms))
-        elif _is_dilated(layer):
-            found.append((layer, "convolution_op", _convolve))
-    return [
-        Interceptor(layer, name, functools.partial(form, layer), Role.FORM)
-        for layer, name, form in found
-    ]
+        choice = _choose_form(layer, uses_xla)
+        if choice is not None:
+            method, form = choice
+            replacement = functools.partial(form, layer)
+            interceptors.append(Interceptor(layer, method, replacement, Role.FORM))
+    return interceptors
+
+
+def _choose_form(
+    layer: keras.layers.Layer, uses_xla: bool
+) -> tuple[str, Callable[..., tf.Tensor]] | None:
+    """Returns a layer's method and another form of it; None for a layer that has none."""
+    if not uses_xla:
+        if _is_plain_batch_norm(layer) and not has_gpu():
+            return "call", _normalize_batch
+        return None
+    if type(layer) is keras.layers.LayerNormalization and not layer.rms_scaling:
+        return "call", _normalize_layer
+    if type(layer) is keras.layers.RMSNormalization:
+        return "call", _normalize_rms
+    if _is_dilated(layer):
+        return "convolution_op", _convolve
+    return None
 
 
 def make_fp32(layers: Iterable[keras.layers.Layer]) -> list[Interceptor]:
@@ -73,11 +84,13 @@ def _convolve(layer: keras.layers.Layer, call: Call, inputs: tf.Tensor, kernel: 
 def _normalize_layer(layer: keras.layers.Layer, call: Call, inputs: tf.Tensor) -> tf.Tensor:
     if not _over_last_axis(layer, inputs):
         return call(inputs)
-    weights = (
-        None if w is None else tf.cast(w, accumulator_dtype(inputs.dtype))
-        for w in (layer.gamma, layer.beta)
-    )
-    return tf.cast(layer_norm(inputs, *weights, epsilon=layer.epsilon), layer.compute_dtype)
+    gamma = layer.gamma
+    if gamma is not None:
+        gamma = tf.cast(gamma, accumulator_dtype(inputs.dtype))
+    beta = layer.beta
+    if beta is not None:
+        beta = tf.cast(beta, accumulator_dtype(inputs.dtype))
+    return tf.cast(layer_norm(inputs, gamma, beta, epsilon=layer.epsilon), layer.compute_dtype)
 
 
 def _normalize_rms(layer: keras.layers.Layer, call: Call, x: tf.Tensor) -> tf.Tensor:
@@ -87,9 +100,10 @@ def _normalize_rms(layer: keras.layers.Layer, call: Call, x: tf.Tensor) -> tf.Te
 
 
 def _is_plain_batch_norm(layer: keras.layers.Layer) -> bool:
-    plain = type(layer) is keras.layers.BatchNormalization and layer.variable_dtype == "float32"
-    # older versions have no renorm
-    return plain and not (layer.synchronized or getattr(layer, "renorm", False))
+    if type(layer) is not keras.layers.BatchNormalization or layer.variable_dtype != "float32":
+        return False
+    renormalizes = getattr(layer, "renorm", False)  # older versions have no renorm
+    return not (layer.synchronized or renormalizes)
 
 
 def _normalize_batch(
@@ -99,8 +113,8 @@ def _normalize_batch(
     training: bool | None = None,
     mask: Any = None,
 ) -> tf.Tensor:
-    fused = _over_last_axis(layer, inputs) and inputs.dtype != tf.float64 and mask is None
-    if not (fused and training and layer.trainable):
+    can_fuse = _over_last_axis(layer, inputs) and inputs.dtype != tf.float64 and mask is None
+    if not (can_fuse and training and layer.trainable):
         return call(inputs, training=training, mask=mask)
     size = layer.moving_mean.shape
     scale = tf.convert_to_tensor(layer.gamma) if layer.scale else tf.ones(size)
@@ -108,16 +122,17 @@ def _normalize_batch(
     y, mean, variance = batch_norm(
         tf.cast(inputs, tf.float32), scale, offset, epsilon=layer.epsilon
     )
-    for moving, of_batch in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+    for moving, of_batch in [(layer.moving_mean, mean), (layer.moving_variance, variance)]:
         moving.assign(moving * layer.momentum + of_batch * (1.0 - layer.momentum))
     return tf.cast(y, layer.compute_dtype)
 
 
 def _over_last_axis(layer: keras.layers.Layer, inputs: tf.Tensor) -> bool:
-    floating = isinstance(inputs, tf.Tensor) and inputs.dtype in (*HALF, tf.float32, tf.float64)
-    last = (
-        floating
-        and bool(inputs.shape[-1])
-        and tf.nest.flatten(layer.axis) in ([-1], [inputs.shape.rank - 1])
-    )
-    return last and layer.epsilon is not None  # for None Keras has a number of its own
+    """Tells if a layer normalizes floating-point inputs over their last axis."""
+    if not isinstance(inputs, tf.Tensor) or not inputs.shape[-1]:
+        return False
+    if inputs.dtype not in (*HALF, tf.float32, tf.float64):
+        return False
+    if layer.epsilon is None:  # for which Keras has a number of its own
+        return False
+    return tf.nest.flatten(layer.axis) in ([-1], [inputs.shape.rank - 1])

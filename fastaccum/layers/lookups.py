@@ -13,14 +13,19 @@ from fastaccum.layers.interceptors import Interceptor, Role
 
 
 def find_lookups(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, int]]:
-    """Lists the embedding layers with the rows of their tables: XLA clamps ids outside of these
-    silently.
+    """Lists the embedding layers with the rows of their tables.
+
+    XLA clamps ids outside of a table silently.
     """
-    found = [layer for layer in layers if _lookup_class(layer)]
-    # A subclass may have made a larger table than it was asked for.
-    return [
-        (layer, max([layer.input_dim, *(v.shape[0] for v in layer.weights[:1])])) for layer in found
-    ]
+    lookups = []
+    for layer in layers:
+        if _lookup_class(layer) is None:
+            continue
+        rows = layer.input_dim
+        if layer.weights:  # a subclass may have made a larger table than it was asked for
+            rows = max(rows, layer.weights[0].shape[0])
+        lookups.append((layer, rows))
+    return lookups
 
 
 def make_id_observers(
@@ -28,24 +33,23 @@ def make_id_observers(
     observe: Callable[[int, tf.Tensor], None],
     uses_xla: bool,
 ) -> list[Interceptor]:
-    """Returns interceptors that pass ids which reach Keras's lookup of embedding i to `observe(i,
-    ids)`.
-    """
-    found = []
+    """Returns interceptors that pass the ids which reach embedding i to `observe(i, ids)`."""
+    interceptors = []
     for i, (layer, size) in enumerate(lookups):
         owner = _lookup_class(layer)
-        replacement = functools.partial(
-            _look_up, functools.partial(observe, i), None if uses_xla else size
-        )
-        names = [name for name in ("call", "quantized_call") if hasattr(owner or layer, name)]
-        found += [Interceptor(layer, name, replacement, Role.OBSERVE, owner) for name in names]
-    return found
+        # XLA clamps ids by itself.
+        checked_size = None if uses_xla else size
+        replacement = functools.partial(_look_up, functools.partial(observe, i), checked_size)
+        for name in ("call", "quantized_call"):
+            if hasattr(owner or layer, name):
+                interceptors.append(Interceptor(layer, name, replacement, Role.OBSERVE, owner))
+    return interceptors
 
 
 def _lookup_class(layer: keras.layers.Layer) -> type | None:
     """Returns the Embedding of Keras or tf_keras that a layer's class is or extends, or None."""
-    own = kinds(layer)
-    return own.get("keras.Embedding") or own.get("tf_keras.Embedding")
+    layer_kinds = kinds(layer)
+    return layer_kinds.get("keras.Embedding") or layer_kinds.get("tf_keras.Embedding")
 
 
 def _look_up(
@@ -55,15 +59,24 @@ def _look_up(
     *args: Nest,
     **kwargs: Nest,
 ) -> Nest:
+    """Observes the ids of a lookup, then calls it.
+
+    Ids outside a table of `size` rows are looked up as 0: without XLA, TensorFlow's own error would
+    come after earlier micro-batches moved statistics. The observer reports them.
+    """
     # ReversibleEmbedding's quantised form takes hidden states too, to compute logits.
     if kwargs.get("reverse", args[1:2] == (True,)):
         return call(*args, **kwargs)
-    ids = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    if args:
+        ids = args[0]
+    else:
+        ids = kwargs.get("inputs", kwargs.get("input_ids"))
     if ids is not None:
         # Of sparse and ragged ids those that are there.
         observe(getattr(ids, "flat_values", getattr(ids, "values", ids)))
-    # Without XLA: TensorFlow's error would come after earlier micro-batches moved statistics.
     if size is not None and args and isinstance(ids, tf.Tensor):
         whole = tf.cast(ids, tf.int64)
-        args = tf.where((whole >= 0) & (whole < size), ids, tf.zeros_like(ids)), *args[1:]
+        is_in_table = (whole >= 0) & (whole < size)
+        ids = tf.where(is_in_table, ids, tf.zeros_like(ids))
+        args = (ids, *args[1:])
     return call(*args, **kwargs)

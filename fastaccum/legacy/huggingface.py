@@ -1,7 +1,6 @@
-"""The loss that a Hugging Face TF model returns from labels among its inputs, as sums that
-micro-batches add up.
+"""The loss that a Hugging Face TF model computes of its labels, as sums over micro-batches.
 
-The loss is the mean of what the model's `hf_compute_loss` makes of labels and logits.
+The model's `hf_compute_loss` returns a mean, of labels and logits.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from fastaccum.basics.warnings import warn
 
 
 class Observed(NamedTuple):
-    """One mean within a loss, as float32 scalars: `value * weight_sum` and `weight_sum` add up over
-    micro-batches.
+    """One mean of a micro-batch, and what it divides by, as float32 scalars.
+
+    `value * weight_sum` and `weight_sum` add up over micro-batches.
     """
 
     value: tf.Tensor
     weight_sum: tf.Tensor
 
 
-# labels and logits of a mean, and which of the labels count
+# The labels and logits of one mean, and a bool for each label that counts.
 Counted = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
 
 
@@ -51,13 +51,13 @@ def list_label_names(model: keras.Model) -> list[str]:
 
 
 def merge_labels(model: keras.Model, x: Nest, y: Nest) -> Nest:
-    """Returns the inputs with the labels of `y`, merged as the model's `train_step` does where it
-    has no other loss.
-    """
+    """Returns the inputs with the labels of `y`, as the model's `train_step` merges them."""
     if y is None:
         return x
-    arguments, labels = list_arguments(model), list_label_names(model)
-    x = dict(x) if isinstance(x, Mapping) else {arguments[0]: x}
+    arguments = list_arguments(model)
+    labels = list_label_names(model)
+    if not isinstance(x, Mapping):
+        x = {arguments[0]: x}
     if isinstance(y, (list, tuple)) and len(y) == 1:
         (y,) = y
     if not isinstance(y, Mapping):
@@ -69,22 +69,26 @@ def merge_labels(model: keras.Model, x: Nest, y: Nest) -> Nest:
     argument_of = {
         output: label for label, output in model.get_label_to_output_name_mapping().items()
     }
-    named = {
-        name if name in arguments else argument_of.get(name): value for name, value in y.items()
-    }
-    return {**{name: value for name, value in named.items() if name in arguments}, **x}
+    merged = {}
+    for name, value in y.items():
+        argument = name
+        if name not in arguments:
+            argument = argument_of.get(name)
+        if argument in arguments:
+            merged[argument] = value
+    merged.update(x)
+    return merged
 
 
 def match(model: keras.Model, x: Nest, y: Nest, outputs: Any) -> tuple[Nest, Nest]:
-    """Returns `y`, or labels among the inputs, and their outputs, as `train_step` passes them to
-    compiled losses.
+    """Returns targets and their outputs, as `train_step` passes them to compiled losses.
+
+    Without `y` the labels among the inputs are the targets.
     """
     if y is None:
-        y = (
-            {name: x[name] for name in list_label_names(model) if name in x}
-            if isinstance(x, Mapping)
-            else {}
-        )
+        y = {}
+        if isinstance(x, Mapping):
+            y = {name: x[name] for name in list_label_names(model) if name in x}
         if not y:
             raise ValueError(
                 f"No y, and none of the labels {list_label_names(model)} among the inputs."
@@ -104,8 +108,7 @@ def match(model: keras.Model, x: Nest, y: Nest, outputs: Any) -> tuple[Nest, Nes
 
 @contextmanager
 def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterator[Seen]:
-    """Yields a list that a call of the model fills with one entry for each mean in its loss over
-    `valid` rows.
+    """Yields a list that a call of the model fills with the means in its loss over `valid` rows.
 
     The denominators are those of `hf_compute_loss`. A micro-batch in which nothing counts has a
     value of 0 and not, as there, NaN. A loss that the model reduces to a scalar by itself has no
@@ -117,10 +120,11 @@ def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterat
 
     @tf.autograph.experimental.do_not_convert
     def observed(*args: Nest, **kwargs: Nest) -> tf.Tensor:
-        # some take the logits first
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        # By name, since some take the logits first.
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
         if sums is None:
-            loss, rows = original(**given), tf.nest.flatten(given)[0].shape[0]
+            loss = original(**arguments)
+            rows = tf.nest.flatten(arguments)[0].shape[0]
             if rows > 1 and loss.shape.num_elements() == 1:
                 return loss  # reduced by rules of a user's own
             terms = [_rows(loss, rows, valid)]
@@ -130,24 +134,33 @@ def observe_losses(model: keras.Model, valid: tf.Tensor | None = None) -> Iterat
                     f"config.tf_legacy_loss=True of {type(model).__name__} takes a shape that "
                     "XLA cannot know: set it to False, which computes the same mean."
                 )
-            terms = [
-                _mean(*each, valid) for each in sums(model.config, given["labels"], given["logits"])
-            ]
+            terms = []
+            for labels, logits, counts in sums(
+                model.config, arguments["labels"], arguments["logits"]
+            ):
+                terms.append(_mean(labels, logits, counts, valid))
         seen.extend(terms)
         seen.returned = tf.reshape(tf.add_n([term.value for term in terms]), [1])
         return seen.returned
 
-    with replaced([(model, "hf_compute_loss", observed)] if original else []):
+    replacements = []
+    if original:
+        replacements.append((model, "hf_compute_loss", observed))
+    with replaced(replacements):
         yield seen
 
 
 def make_terms(
     model: keras.Model, outputs: Nest, seen: Seen, rows: int, valid: tf.Tensor | None = None
 ) -> list[Observed]:
-    """Returns the means whose sum is the loss of a call inside `observe_losses`: one if not of
-    `hf_compute_loss`.
+    """Returns the means whose sum is the loss of a call inside `observe_losses`.
+
+    A loss that is not of `hf_compute_loss` is one mean.
     """
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    else:
+        loss = getattr(outputs, "loss", None)
     if loss is None:
         raise ValueError(
             f"{type(model).__name__} returned no loss: pass its labels, "
@@ -156,9 +169,8 @@ def make_terms(
     if loss is seen.returned:
         return list(seen)
     if rows > 1 and loss.shape.num_elements() == 1:
-        if getattr(model.config, "ctc_loss_reduction", None) == "sum" and any(
-            "CTC" in kind for kind in kinds(model)
-        ):
+        is_ctc = any("CTC" in kind for kind in kinds(model))
+        if is_ctc and getattr(model.config, "ctc_loss_reduction", None) == "sum":
             raise ValueError(
                 f"config.ctc_loss_reduction='sum' of {type(model).__name__} adds up rows, where "
                 "a mean is needed: set it to 'mean'."
@@ -173,16 +185,12 @@ def make_terms(
 
 
 def _loss_class(model: keras.Model) -> str:
-    """Names the class of Hugging Face's that defines the model's hf_compute_loss; empty for another
-    package's class.
-    """
+    """Names the class of Hugging Face's that defines the model's hf_compute_loss, or ""."""
     method: Any = getattr(model, "hf_compute_loss", None)  # a bare TFBertModel has none
-    method = getattr(method, "__func__", method)
-    return (
-        method.__qualname__.removesuffix(".hf_compute_loss")
-        if package(method) == "transformers"
-        else ""
-    )
+    function = getattr(method, "__func__", method)
+    if package(function) != "transformers":
+        return ""
+    return function.__qualname__.removesuffix(".hf_compute_loss")
 
 
 def list_arguments(layer: keras.layers.Layer) -> list[str]:
@@ -191,16 +199,15 @@ def list_arguments(layer: keras.layers.Layer) -> list[str]:
 
 
 def _rows(loss: tf.Tensor, rows: int, valid: tf.Tensor | None) -> Observed:
-    """Returns the mean of a loss per row over valid rows, or a scalar loss, with the number of
-    valid rows.
-    """
+    """Returns the mean of a loss over its valid rows, which are also the weight sum."""
     loss = tf.cast(loss, tf.float32)
-    count = tf.constant(float(rows)) if valid is None else tf.reduce_sum(tf.cast(valid, tf.float32))
-    if valid is not None and loss.shape.rank and loss.shape[0] == rows:
-        inner = tf.reduce_mean(tf.reshape(loss, [rows, -1]), axis=1)
-        return Observed(
-            tf.math.divide_no_nan(tf.reduce_sum(tf.where(valid, inner, 0.0)), count), count
-        )
+    if valid is None:
+        return Observed(tf.reduce_mean(loss), tf.constant(float(rows)))
+    count = tf.reduce_sum(tf.cast(valid, tf.float32))
+    if loss.shape.rank and loss.shape[0] == rows:
+        of_rows = tf.reduce_mean(tf.reshape(loss, [rows, -1]), axis=1)
+        total = tf.reduce_sum(tf.where(valid, of_rows, 0.0))
+        return Observed(tf.math.divide_no_nan(total, count), count)
     return Observed(tf.reduce_mean(loss), count)
 
 
@@ -213,9 +220,8 @@ def _mean(
     labels = tf.where(counts, tf.cast(labels, tf.int64), 0)
     values = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.cast(logits, tf.float32))
     count = tf.reduce_sum(tf.cast(counts, tf.float32))
-    return Observed(
-        tf.math.divide_no_nan(tf.reduce_sum(tf.where(counts, values, 0.0)), count), count
-    )
+    total = tf.reduce_sum(tf.where(counts, values, 0.0))
+    return Observed(tf.math.divide_no_nan(total, count), count)
 
 
 def _segmentation(config: Any, labels: tf.Tensor, logits: tf.Tensor) -> list[Counted]:
@@ -226,18 +232,17 @@ def _segmentation(config: Any, labels: tf.Tensor, logits: tf.Tensor) -> list[Cou
 def _pretraining(
     config: Any, labels: Mapping[str, tf.Tensor], logits: Sequence[tf.Tensor]
 ) -> list[Counted]:
-    """Returns the losses of words and of sentences; the label of sentences has another name in each
-    model.
-    """
-    (sentence,) = (tf.reshape(labels[name], [-1]) for name in labels if name != "labels")
+    """Returns the losses of words and of sentences, whose label has another name in each model."""
     words = labels["labels"]
+    (sentence_label,) = (name for name in labels if name != "labels")
+    sentences = tf.reshape(labels[sentence_label], [-1])
     return [
         (words, logits[0], words != -100),
-        (sentence, tf.reshape(logits[1], [-1, 2]), sentence != -100),
+        (sentences, tf.reshape(logits[1], [-1, 2]), sentences != -100),
     ]
 
 
-# By the class that defines hf_compute_loss.
+# The means in the loss, by the class that defines hf_compute_loss.
 _MEANS_OF_TOKENS: dict[str, Callable[..., list[Counted]]] = {
     "TFCausalLanguageModelingLoss": lambda _, labels, logits: [(labels, logits, labels != -100)],
     "TFTokenClassificationLoss": lambda _, labels, logits: [(labels, logits, labels >= 0)],

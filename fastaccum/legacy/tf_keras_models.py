@@ -26,26 +26,30 @@ class TFKerasModel(Model):
 
     callback_kind = "tf_keras.Callback"
     trains_on_replicas = False
-    _PACKAGE, KIND, _FOREIGN_METRIC = "tf_keras", "tf_keras.Model", "keras.Metric"
+    _PACKAGE = "tf_keras"
+    KIND = "tf_keras.Model"
+    _FOREIGN_METRIC = "keras.Metric"
     OUTPUTS = TFKerasOutputs
-    _COMPILED = "compiled_loss", private.user_losses.name, "compiled_metrics"
+    _COMPILED = ("compiled_loss", private.user_losses.name, "compiled_metrics")
 
     def symbolic_call(self, x: Nest, training: bool) -> Nest:
         if not self.model.built:
-            # tf_keras has no symbolic call for subclassed models; one row of zeros builds them all
-            # the same.
+            # tf_keras has no symbolic call for subclassed models; a row of zeros builds them too.
             with checks.naming("x"):
-                one = tf.nest.map_structure(
+                row = tf.nest.map_structure(
                     lambda spec: tf.zeros([1, *spec.shape[1:]], spec.dtype), x
                 )
-            self(one, training=False)
-        # Not called with numbers, which would move the state of a model that has some.
+            self(row, training=False)
+        # Traced, not called with numbers, which would move the state of a model that has some.
         outputs = self._note_calls(x)
         rows = tf.nest.flatten(x)[0].shape[0]
-        return tf.nest.map_structure(
-            lambda t: None if t is None else keras.KerasTensor((rows, *t.shape[1:]), t.dtype.name),
-            outputs,
-        )
+
+        def symbolic(output: tf.Tensor | None) -> keras.KerasTensor | None:
+            if output is None:
+                return None
+            return keras.KerasTensor((rows, *output.shape[1:]), output.dtype.name)
+
+        return tf.nest.map_structure(symbolic, outputs)
 
     def predict(self, x: Nest, **options: Any) -> Any:
         if isinstance(x, keras.utils.PyDataset):
@@ -72,21 +76,29 @@ class TFKerasModel(Model):
         return [loss for layer in self.layers for loss in private.eager_losses(layer)]
 
     def penalty(self) -> tf.Tensor | None:
-        losses = [loss() for layer in self.layers for loss in private.callable_losses(layer)]
-        losses = [loss for loss in losses if loss is not None]
-        return tf.add_n(losses) if losses else None
+        penalties = []
+        for layer in self.layers:
+            for compute in private.callable_losses(layer):
+                penalty = compute()
+                if penalty is not None:
+                    penalties.append(penalty)
+        if not penalties:
+            return None
+        return tf.add_n(penalties)
 
     def adopt(
         self, optimizer: keras.optimizers.Optimizer, metrics: Metrics, loss: Any, loss_weights: Any
     ) -> None:
-        losses = [each for each in tf.nest.flatten(loss) if each is not None]
-        of_keras_3 = any(
-            isinstance(each, (keras.Loss, keras.Optimizer)) for each in (*losses, optimizer)
+        losses = [loss for loss in tf.nest.flatten(loss) if loss is not None]
+        has_keras_3 = any(
+            isinstance(trains, (keras.Loss, keras.Optimizer)) for trains in (*losses, optimizer)
         )
-        if losses and not of_keras_3 and self.model.compiled_loss is None:
-            # tf_keras's own, as above; without it `save` leaves the optimizer out.
-            own = metrics.for_compile(self._FOREIGN_METRIC)
-            self.family.compile(self.model, optimizer, loss, loss_weights=loss_weights, **own)
+        if losses and not has_keras_3 and self.model.compiled_loss is None:
+            # By tf_keras's own `compile`, without which `save` leaves the optimizer out.
+            metrics_of_tf_keras = metrics.for_compile(self._FOREIGN_METRIC)
+            self.family.compile(
+                self.model, optimizer, loss, loss_weights=loss_weights, **metrics_of_tf_keras
+            )
         self.model.optimizer = optimizer
 
     def adopt_means(
@@ -107,26 +119,19 @@ class TFKerasModel(Model):
     def compute_metrics(
         self, x: Nest, y: Nest, y_pred: Nest, sample_weight: Nest, update: Callable
     ) -> dict[str, Any]:
-        with replaced(
-            [
-                (
-                    self.model,
-                    "compiled_metrics",
-                    types.SimpleNamespace(update_state=update, metrics=[]),
-                )
-            ]
-        ):
+        container = types.SimpleNamespace(update_state=update, metrics=[])
+        with replaced([(self.model, "compiled_metrics", container)]):
             return self.model.compute_metrics(x, y, y_pred, sample_weight)
 
     @property
     def own_metrics(self) -> list[keras.metrics.Metric]:
         if not self.overrides("metrics"):
             return [metric for layer in self.layers for metric in private.metrics(layer)]
-        of_compile: list[keras.metrics.Metric] = []
+        compiled: set[int] = set()
         for container in (self.model.compiled_loss, self.model.compiled_metrics):
             if container is not None:
-                of_compile += container.metrics
-        return [m for m in self.model.metrics if all(m is not each for each in of_compile)]
+                compiled.update(id(metric) for metric in container.metrics)
+        return [metric for metric in self.model.metrics if id(metric) not in compiled]
 
     @property
     def passed_over_methods(self) -> list[str]:
@@ -134,35 +139,27 @@ class TFKerasModel(Model):
 
 
 class PretrainedModel(TFKerasModel):
-    """A Hugging Face TF model, whose `train_step` does what is done here: its own loss from labels,
-    or a Keras loss.
-    """
+    """A Hugging Face TF model: it trains by its own loss of labels, or by a Keras loss."""
 
     KIND = "transformers.TFPreTrainedModel"
 
     @property
     def compiled_with(self) -> dict[str, Any]:
-        own = (
-            {"loss": None, "loss_weights": None}
-            if private.using_dummy_loss(self.model, True)
-            else {}
-        )
-        return super().compiled_with | own
+        compiled = super().compiled_with
+        if private.using_dummy_loss(self.model, True):  # the model's own loss
+            compiled |= {"loss": None, "loss_weights": None}
+        return compiled
 
     @property
     def lookups(self) -> list[tuple[keras.layers.Layer, int]]:
-        # BERT's and others look up ids in a table without an Embedding.
-        own = [
-            each
-            for each in self.layers
-            if len(getattr(getattr(each, "weight", None), "shape", ())) == 2
-        ]
-        tables = [
-            (each, each.weight.shape[0])
-            for each in own
-            if "input_ids" in huggingface.list_arguments(each)
-        ]
-        return [*super().lookups, *tables]
+        lookups = list(super().lookups)
+        for layer in self.layers:
+            # BERT's and others look up ids in a table without an Embedding.
+            table: Any = getattr(layer, "weight", None)
+            is_matrix = len(getattr(table, "shape", ())) == 2
+            if is_matrix and "input_ids" in huggingface.list_arguments(layer):
+                lookups.append((layer, table.shape[0]))
+        return lookups
 
     @property
     def returned_losses(self) -> int:
@@ -173,19 +170,19 @@ class PretrainedModel(TFKerasModel):
     ) -> tuple[Nest, list[tuple[tf.Tensor, tf.Tensor]]]:
         inputs = huggingface.merge_labels(self.model, x, y)
         with huggingface.observe_losses(self.model, valid) as seen:
-            # as CLIP, which takes no labels
-            asks = "return_loss" in huggingface.list_arguments(self.model)
-            outputs = self.model(
-                inputs, training=training, **({"return_loss": True} if asks else {})
-            )
+            options = {}
+            if "return_loss" in huggingface.list_arguments(self.model):
+                options["return_loss"] = True  # CLIP takes no labels
+            outputs = self.model(inputs, training=training, **options)
         rows = tf.nest.flatten(x)[0].shape[0]
-        return outputs, [
-            tuple(each) for each in huggingface.make_terms(self.model, outputs, seen, rows, valid)
-        ]
+        terms = huggingface.make_terms(self.model, outputs, seen, rows, valid)
+        return outputs, [(term.value, term.weight_sum) for term in terms]
 
     @property
     def takes_targets_apart(self) -> bool:
         return True
 
     def matched(self, x: Nest, y: Nest, y_pred: Nest) -> tuple[Nest, Nest]:
-        return huggingface.match(self.model, x, y if tf.nest.flatten(y) else None, y_pred)
+        if not tf.nest.flatten(y):
+            y = None
+        return huggingface.match(self.model, x, y, y_pred)
