@@ -639,7 +639,6 @@ PLACES_WITH_NAMES = {
     "fastaccum/adapters/own_methods.py:_overriding": "a message",
     "fastaccum/adapters/own_methods.py:_removing": "a message",
     "fastaccum/adapters/slots.py:_refusal": "a message",
-    "fastaccum/adapters/slots.py:_save_none": "a message",
     "fastaccum/app/run.py:resume": "a message",
     "fastaccum/checkpoint/saver.py:Saver._wait": "a message",
     "fastaccum/data/datasets.py:DatasetSource.__init__": "a message",
