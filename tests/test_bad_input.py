@@ -887,7 +887,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_what_must_work_exactly(replay, case):
+def test_unusual_inputs_that_work_exactly(replay, case):
     assert replay(**EXACT[case]) == replay()
 
 

@@ -207,7 +207,7 @@ def test_a_step_is_that_of_the_full_batch(K, kind, reduction, weighted):
     ("features", "hidden", "outputs", "accumulation", "batch_size"),
     [(1, 1, 1, 1, 1), (3, 4, 2, 1, 7), (2, 5, 3, 5, 2), (4, 2, 1, 2, 1)],
 )
-def test_of_any_shape(K, features, hidden, outputs, accumulation, batch_size):
+def test_models_of_any_shape(K, features, hidden, outputs, accumulation, batch_size):
     trainer = trainer_of(
         K, "rows", "sum_over_batch_size", accumulation, False, features, hidden, outputs
     )
@@ -431,7 +431,7 @@ class TestSeveralOutputs:
         )
         self.check_logs(history, logs)
 
-    def test_in_a_list_one_of_them_a_sum(self, K):
+    def test_losses_in_a_list_one_of_them_a_sum(self, K):
         history, logs = same_as_keras(
             lambda: two_tasks(K, as_dict=False),
             ["mae", cross_entropy()(K, "sum")],

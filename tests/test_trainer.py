@@ -363,7 +363,7 @@ def test_class_weight_of_tokens_whatever_nest_the_loss_is_in(K, loss, nest):
     assert_close(trainer.model.get_weights(), full.get_weights())
 
 
-def test_class_weight_of_labels_that_may_be_either_asks_for_the_loss_by_name():
+def test_class_weight_for_ambiguous_labels_asks_for_a_named_loss():
     trainer = fa.Trainer(classifier(), "sgd", "crossentropy", jit_compile=False)
     with pytest.raises(
         ValueError, match=r"y of shape \(44, 2\) holds class indices: name the loss"

@@ -501,7 +501,7 @@ def test_every_look_at_late_logs_finds_numbers(read):
     assert read(logs) == values and looked == [True]
 
 
-def test_what_is_set_in_late_logs_stays():
+def test_values_that_are_set_in_late_logs_stay():
     logs, _ = late()
     logs["loss"] = 7.0
     logs.update(mine=1.0)

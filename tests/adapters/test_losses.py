@@ -361,7 +361,7 @@ IMAGES = np.random.default_rng(0).integers(0, 2, size=(10, 4, 4, 2)).astype("flo
 
 
 @pytest.mark.parametrize("kind", [LOSSES.Dice, LOSSES.Tversky])
-def test_a_loss_of_the_whole_batch_says_which_axes_work_and_these_train_as_in_keras(kind):
+def test_the_error_of_a_whole_batch_loss_names_axes_that_train_as_in_keras(kind):
     spec = keras.KerasTensor((10, 4, 4, 2))
     axes = rf"losses\.{kind.__name__}\(axis=\(1, 2, 3\)\), one loss for each row"
     # as many losses as there are rows may still be of all rows

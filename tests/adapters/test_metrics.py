@@ -155,7 +155,7 @@ def test_a_weight_per_row_holds_for_each_of_its_tokens():
     )
 
 
-def test_of_several_outputs_by_name(K):
+def test_metrics_of_several_outputs_by_name(K):
     def make_model(K):
         K.utils.set_random_seed(2)
         x = K.Input((2,))
@@ -279,7 +279,7 @@ def test_one_that_is_no_mean_over_rows_is_warned_of(micro_batches, fitted, recwa
 
 
 @pytest.mark.parametrize("shape", [(8, 5, 1), (10, 4, 4, 1)], ids=["tokens", "pixels"])
-def test_of_axes_as_long_as_a_micro_batch(shape):
+def test_metrics_of_axes_as_long_as_a_micro_batch(shape):
     """Checks axes of the micro-batch's length, which Keras could take for the axis of row weights."""
     local = np.random.default_rng(3)
     x = local.normal(size=(*shape[:-1], 2)).astype("float32")
@@ -371,7 +371,7 @@ def test_what_is_no_metric_is_refused(metrics, error, message):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["rows", "masked tokens"])
-def test_of_tf_keras_are_what_tf_keras_logs(masked):
+def test_metrics_of_tf_keras_log_what_tf_keras_logs(masked):
     tf_keras = pytest.importorskip("tf_keras")
     layers, metrics = tf_keras.layers, tf_keras.metrics
 

@@ -409,7 +409,7 @@ def test_an_embedding_that_is_not_given_what_it_looks_up_is_not_refused(make):
 @pytest.mark.parametrize(
     "make", [keras.layers.Embedding, keras.layers.ReversibleEmbedding, Padded, "int8"]
 )
-def test_what_an_embedding_looks_up_must_exist(make):
+def test_ids_that_an_embedding_looks_up_must_exist(make):
     embedding = keras.layers.Embedding(8, 3) if make == "int8" else make(8, 3)
     model = keras.Sequential(
         [keras.Input((6,)), embedding, keras.layers.Flatten(), keras.layers.Dense(1)]
@@ -466,7 +466,7 @@ class Distiller(keras.Model):
         return self.distillation_loss(self.teacher(x), y_pred)
 
 
-def test_what_a_compile_of_the_models_own_was_given_stays():
+def test_arguments_of_an_overridden_compile_stay():
     model = Distiller(functional(), functional())
     model.teacher.trainable = False
     model.compile("sgd", keras.losses.MeanSquaredError())

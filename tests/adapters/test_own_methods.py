@@ -354,7 +354,7 @@ def sngp():
     return make(base=Precise, call=call, fit=fit)
 
 
-def test_what_fit_does_is_a_callbacks():
+def test_an_overridden_fit_becomes_a_callback():
     theirs, ours, without = sngp(), sngp(), sngp()
     keras_fit(theirs)
     for model, callbacks in ((ours, [ResetCovariance()]), (without, [])):

@@ -374,7 +374,7 @@ def add_up_where_large(y, p):
         "sums along rows",
     ],
 )
-def test_what_few_or_small_numbers_would_not_show_is_told_of(loss):
+def test_mixing_that_few_or_small_numbers_hide_is_warned_of(loss):
     spec = keras.KerasTensor((4, 3))
     losses = Losses(loss)
     losses.build(Outputs(["a"], spec), spec)

@@ -49,7 +49,7 @@ def test_runs_that_begin_at_once_have_folders_of_their_own(tmp_path, monkeypatch
         begin(None, "gone/nano", {})
 
 
-def test_of_two_runs_with_one_folder_one_has_it(tmp_path, monkeypatch):
+def test_only_one_of_two_runs_gets_a_folder(tmp_path, monkeypatch):
     """Both found it empty."""
     monkeypatch.setattr(os, "listdir", lambda _: [])
     begin(str(tmp_path / "run"), "", {"seed": 0})
@@ -140,6 +140,6 @@ def test_a_model_file_with_code_is_refused_by_keras(tmp_path):
         keras.saving.load_model(tmp_path / "model.keras")
 
 
-def test_what_others_wrote_cannot_move_the_cursor():
+def test_text_of_others_cannot_move_the_cursor():
     assert warnings.one_line("a\x1b[2J\r\n\ud800é│") == "a\\x1b[2J\\r \\ud800é│"
     assert len(warnings.one_line("x" * 10**7)) < 2100

@@ -124,7 +124,7 @@ def test_another_value_at_any_key_is_seen(request, tmp_path, kind):
         ("description", "loss", "\x1b[2J\n"),
     ],
 )
-def test_what_is_quoted_of_a_manifest_cannot_move_a_cursor(run, tmp_path, path):
+def test_quotes_from_a_manifest_cannot_move_the_cursor(run, tmp_path, path):
     folder = tmp_path / run.path.name
     shutil.copytree(run.path, folder)
 

@@ -121,7 +121,7 @@ def test_pieces(whole, tmp_path, capsys, data, step, batch_size, accumulation):
         )
 
 
-def test_what_is_off_shows(whole, tmp_path):
+def test_a_place_that_is_off_by_one_row_is_noticed(whole, tmp_path):
     """The comparison sees a place that is off by a row, and updates of other rows."""
 
     def ended(folder, accumulation, change, **options):
@@ -196,7 +196,7 @@ def test_steps_that_were_read_ahead(tmp_path):
     assert_same(run(4, 6), expected)
 
 
-def test_what_hangs_on_the_pieces_is_told(tmp_path):
+def test_results_that_depend_on_the_pieces_are_warned_of(tmp_path):
     layers = [
         lambda: keras.layers.Dropout(0.5, name="masks"),
         lambda: keras.layers.BatchNormalization(name="norm"),

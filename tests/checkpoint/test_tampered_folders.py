@@ -161,7 +161,7 @@ def test_names_that_no_checkpoint_has_are_left_alone(run, tmp_path, name):
     assert (tmp_path / name).is_dir()
 
 
-def test_a_state_that_a_callback_refuses_is_an_error_before_anything_moves(run, tmp_path):
+def test_a_state_that_a_callback_refuses_is_an_error_before_training(run, tmp_path):
     class Picky(Stateless):
         def get_state(self):
             return {"wanted": 1}

@@ -184,9 +184,7 @@ class TestArrays:
             "bool",
         ],
     )
-    def test_of_every_dtype_are_gathered_to_memory_that_tensorflow_takes_over(
-        self, dtype, monkeypatch
-    ):
+    def test_rows_of_every_dtype_are_gathered_into_memory_for_tensorflow(self, dtype, monkeypatch):
         aligned, memory = in_rows._aligned, []
         monkeypatch.setattr(
             in_rows, "_aligned", lambda *args: memory.append(aligned(*args)) or memory[-1]
@@ -221,7 +219,7 @@ class TestArrays:
         ],
         ids=["fortran", "reversed", "strided", "broadcast"],
     )
-    def test_that_are_not_contiguous_are_not_copied_as_a_whole(self, view):
+    def test_noncontiguous_arrays_are_not_copied_as_a_whole(self, view):
         x = view(np.arange(400_000, dtype="float32").reshape(20_000, 20))
         stacks = stacks_of(x, np.zeros(len(x)), batch_size=4, layout=Layout(2), seed=1)
         used = stacks.order(0)[:8]
@@ -349,7 +347,7 @@ class TestDatasets:
             epochs = epochs_of(stacks, 2)
         assert [used(epoch, stacks.layout) for epoch in epochs] == [list(range(10))] * 2
 
-    def test_that_end_before_those_of_other_workers_are_an_error(self):
+    def test_data_that_end_before_those_of_other_workers_are_an_error(self):
         layout = Layout(2, replicas=2, shards=slice(0, 1))
         stacks = stacks_of(batched([2] * 5), batch_size=None, layout=layout, steps_per_epoch=4)
         with pytest.raises(ValueError, match="ran dry after 3 train steps of steps_per_epoch=4"):

@@ -90,7 +90,7 @@ def test_no_choice_takes_more_than_a_tenth_longer_than_the_other_form(name, monk
         assert own <= 1.10 * other, f"oneDNN {onednn}, AVX-512 {avx512}"
 
 
-def test_products_of_matrices_are_worth_less_to_xla_with_onednn_unless_the_cpu_has_avx_512(
+def test_onednn_outweighs_xla_in_matmuls_unless_the_cpu_has_avx_512(
     monkeypatch,
 ):
     choices = []
@@ -168,7 +168,7 @@ def test_large_micro_batches_of_a_model_near_the_bound_run_without_xla():
     assert choices == [True, False]
 
 
-def test_the_work_on_a_row_is_the_same_in_any_micro_batch_casts_of_weights_or_not():
+def test_the_work_per_row_does_not_depend_on_the_micro_batch():
     def work(rows):
         kinds = [
             keras.layers.Conv2D(64, 5, dtype="mixed_bfloat16"),

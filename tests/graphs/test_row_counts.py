@@ -209,7 +209,7 @@ def test_the_compiled_loss_in_a_compute_loss():
 @pytest.mark.parametrize(
     "name", ["a logarithm", *(pytest.param(n, marks=variant) for n in OTHERS if n != "a logarithm")]
 )
-def test_what_is_no_power_is_told_of(name):
+def test_other_uses_of_the_row_count_are_warned_of(name):
     trainer = fa.Trainer(
         model(), "sgd", OTHERS[name], gradient_accumulation_steps=2, jit_compile=False
     )

@@ -169,7 +169,7 @@ def test_sums_and_means_over_rows_need_no_word(name):
 
 
 @pytest.mark.parametrize("name", BEYOND)
-def test_what_is_made_of_a_sum_is_told_of(name):
+def test_functions_of_a_sum_over_rows_are_warned_of(name):
     assert told(own=BEYOND[name])
 
 
@@ -188,7 +188,7 @@ def test_compiled_losses_that_look_at_the_batch_are_told_of():
     assert not told(tf.function(absolute))
 
 
-def test_what_no_layer_holds_may_not_be_assigned_in_a_loss():
+def test_a_loss_may_not_assign_variables_that_no_layer_holds():
     def counting(model, y, y_pred):
         model.seen.assign_add(1.0)
         return compiled(model, y, y_pred) * (1.0 + 0.1 * model.seen)

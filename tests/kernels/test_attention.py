@@ -257,7 +257,7 @@ def test_dropout_is_that_of_float64_with_the_same_draw(dtype, segments):
 
 @pytest.mark.parametrize("jit_compile", [True, None])
 @pytest.mark.parametrize("block_size", [8, 37])
-def test_what_dropout_drops_depends_on_the_seed_alone(block_size, jit_compile):
+def test_dropped_weights_depend_on_the_seed_alone(block_size, jit_compile):
     tensors, _ = make()
     exact = truth(tensors, factor=drawn(0.3, [5, 7], implementation="reference"))
     options = {
@@ -469,7 +469,7 @@ def test_auto_is_one_call_of_cudnns_each_way_on_tensors_as_they_are(case):
     assert memory.temp_bytes < 4 * batch * heads * time + bool(segment_ids) * 2 * time**2 + 2000
 
 
-def test_what_dropout_drops_is_drawn_again_on_the_way_back():
+def test_dropped_weights_are_drawn_again_in_the_backward_pass():
     """Covers a loop of one block too, for which XLA would keep the dropped positions."""
 
     @functools.partial(tf.function, jit_compile=True, autograph=False)
@@ -487,7 +487,7 @@ def test_what_dropout_drops_is_drawn_again_on_the_way_back():
     assert "bf16[16,512,512]" in written and "pred[16,512,512]" not in written
 
 
-def test_of_a_padded_call_one_output_is_kept():
+def test_a_padded_call_keeps_one_output():
     """Keeps the output in which queries without a visible key are 0, and frees cuDNN's own."""
     shape, layers = [2, 512, 8, 64], 4
     specs = [tf.TensorSpec(shape, tf.bfloat16), *2 * [tf.TensorSpec(shape[:2], tf.int32)]]
@@ -606,7 +606,7 @@ def test_a_row_whose_keys_are_all_dropped_passes_nothing_on(monkeypatch):
     assert all(np.isfinite(tf.cast(t, tf.float32)).all() for t in results)
 
 
-def test_what_dropout_keeps_is_drawn_again_on_the_way_back():
+def test_kept_weights_are_drawn_again_in_the_backward_pass():
     """No mask of all heads is kept from one pass to the other."""
     shape, layers = [2, 512, 4, 64], 8
     mask = 2 * 2 * 4 * 512**2
@@ -718,7 +718,7 @@ def _cudnn_calls(module):
         ),
     ],
 )
-def test_what_cudnn_does_not_take_is_named_and_left_to_the_others_by_auto(sizes, message):
+def test_auto_leaves_calls_that_cudnn_refuses_to_other_forms(sizes, message):
     options = {key: sizes[key] for key in ("causal", "dropout") if key in sizes}
     tensors, ids = make(
         **{"dtype": "float16", "width": 16} | {k: v for k, v in sizes.items() if k not in options}
@@ -757,7 +757,7 @@ def test_the_device_limits_the_width(capability, width, takes):
         assert (attention_implementation(shape, shape, dtype="float16") == "cudnn") == takes
 
 
-def test_what_runs_on_the_cpu_beside_a_gpu_is_not_cudnns():
+def test_calls_on_the_cpu_beside_a_gpu_do_not_use_cudnn():
     tensors, _ = make("bfloat16", time=16, width=16)
     device = cudnn_attention._device  # of this machine, which is a CPU
     with h200.as_on_a_gpu(), pytest.MonkeyPatch.context() as patch:
@@ -810,7 +810,7 @@ def test_cudnn_needs_a_gpu_and_xla():
     assert attention_implementation(*shapes, dtype="float16") == "reference"
 
 
-def test_where_cudnn_fails_on_the_device_auto_takes_the_next_best_and_says_why_once():
+def test_auto_falls_back_if_cudnn_fails_on_the_device_and_warns_once():
     """It fails here: this machine's XLA has no such call. In the middle of a trace, with a tape, in
     a loop.
     """
@@ -846,7 +846,7 @@ def test_where_cudnn_fails_on_the_device_auto_takes_the_next_best_and_says_why_o
         pytest.param("float16", 1, {}, marks=pytest.mark.golden),
     ],
 )
-def test_the_trial_takes_rounding_for_right_and_another_mask_or_scale_for_wrong(
+def test_the_trial_accepts_rounding_and_rejects_another_mask_or_scale(
     dtype, time, wrong, monkeypatch
 ):
     """The unfused expression of half precision stands in for the kernel of a device that has one,

@@ -100,7 +100,7 @@ def left():
         (left(), ValueError, "n=.* is a tensor of a graph that is no longer being built"),
     ],
 )
-def test_what_makes_no_tensor_is_named(value, error, message):
+def test_arguments_that_make_no_tensor_are_named(value, error, message):
     with pytest.raises(error, match=message):
         as_tensor("n", value)
     with pytest.raises(error, match=message):

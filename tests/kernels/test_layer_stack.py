@@ -296,7 +296,7 @@ def kept(make_layer, policy="auto", training=True):
         (functools.partial(Wave, "save"), ["save"], [1, 1]),
     ],
 )
-def test_what_is_kept_of_each_layer(make_layer, policy, sizes):
+def test_values_that_each_policy_keeps(make_layer, policy, sizes):
     assert kept(make_layer, policy) == sizes
 
 
@@ -311,7 +311,7 @@ def test_everything_is_what_plain_autodiff_keeps():
     assert kept(block, "everything_saveable") == [1, 1]
 
 
-def test_what_does_not_fit_is_computed_again(monkeypatch):
+def test_values_that_do_not_fit_are_recomputed(monkeypatch):
     """Half of what training leaves of the memory: 4 times the weights, and 5 of the size of x a
     layer.
     """
@@ -541,7 +541,7 @@ def test_a_frozen_stack_stays_and_its_statistics_too():
         np.testing.assert_array_equal(now, then)
 
 
-def test_what_the_layers_freeze_stays_frozen():
+def test_frozen_weights_of_layers_stay_frozen():
     def make_layer():
         return keras.Sequential([layers.Dense(D, trainable=False), layers.Dense(D)])
 
@@ -882,7 +882,7 @@ def test_bad_arguments_name_the_value(error, message, arguments, options):
 @pytest.mark.parametrize(
     ("given", "taken"), [(1, True), (np.True_, True), (np.False_, False), ("auto", "auto")]
 )
-def test_what_is_as_good_as_a_bool_unrolls_as_it_does(given, taken):
+def test_numpy_bools_unroll_like_bools(given, taken):
     assert LayerStack(layers.ReLU, 2, unroll=given).unroll is taken
 
 
@@ -946,7 +946,7 @@ def test_a_stack_that_is_made_frozen():
     )
 
 
-def test_variables_of_another_owner_are_refused_rather_than_left_without_gradient():
+def test_variables_of_another_owner_are_refused():
     foreign = tf.Variable(tf.ones([D]), name="foreign")
 
     class Scale(layers.Layer):
@@ -957,7 +957,7 @@ def test_variables_of_another_owner_are_refused_rather_than_left_without_gradien
         gradients(LayerStack(Scale, 2), [], values(B, T, D))
 
 
-def test_a_weight_that_its_layer_assigns_is_refused_rather_than_left_as_it_was():
+def test_a_trained_weight_that_its_layer_assigns_is_refused():
     stack = LayerStack(lambda: layers.SpectralNormalization(layers.Dense(D)), 2)
     with pytest.raises(ValueError, match=r"SpectralNormalization\) assigns '.*kernel'"):
         stack(values(B, T, D), training=True)
@@ -981,7 +981,7 @@ def test_draws_that_would_be_others_when_computed_again_are_refused(policy):
     gradients(LayerStack(lambda: Noise(False), 2, policy=policy), [], x, jit_compile=False)
 
 
-def test_what_the_loop_keeps_does_not_count_as_rows_that_are_mixed():
+def test_values_that_the_loop_keeps_do_not_mix_rows():
     stack = LayerStack(lambda: layers.Dense(D), 2)
     graph = traces.trace(lambda x: stack(x, training=True), tf.TensorSpec([B, D])).graph
     assert row_mixing.first_cross_example_op(graph) is None

@@ -377,7 +377,7 @@ DENSE_EQUATIONS = {  # with the axes of an output, and of its bias
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize("equation", DENSE_EQUATIONS)
-def test_whatever_equation_keras_takes_it_computes(equation, policy):
+def test_it_computes_every_equation_that_keras_takes(equation, policy):
     output_shape, bias_axes = DENSE_EQUATIONS[equation]
     layer = build(
         lambda: keras.layers.EinsumDense(equation, output_shape, bias_axes=bias_axes),
@@ -532,7 +532,7 @@ def test_a_train_step_computes_weight_gradients_in_float32(policy, half):
     assert weight_gradient_dots(two_hidden(policy, fp32_weight_gradients=False)) == [half, half]
 
 
-def test_a_layer_that_is_called_again_on_the_way_back_is_switched_there_too():
+def test_a_recomputed_layer_is_switched_in_the_backward_pass_too():
     trainer = make_trainer(
         "mixed_float16", lambda: fa.kernels.LayerStack(lambda: keras.layers.Dense(6), depth=3)
     )
@@ -718,7 +718,7 @@ def test_a_gated_unit_that_is_computed_again_has_its_gradients(gate):
         assert worst(tf.cast(one, tf.float32), tf.cast(other, "float64").numpy()) < 2e-3
 
 
-def test_what_is_no_gated_unit_is_kept():
+def test_products_other_than_gated_units_are_kept():
     """Neither a product with a scale nor one that is broadcast; and an activation is followed over
     a few operations.
     """
@@ -740,7 +740,7 @@ def test_what_is_no_gated_unit_is_kept():
 
 
 @pytest.mark.parametrize("gate", ["silu in float32", "gelu"])
-def test_of_a_gated_unit_a_gpu_keeps_the_operands_alone(gate, monkeypatch):
+def test_a_gpu_keeps_only_the_operands_of_a_gated_unit(gate, monkeypatch):
     rows, width, layers = 2**14, 2048, 3
     shapes = [[width, 4 * width], [width, 4 * width], [4 * width, width]] * layers
 
@@ -786,7 +786,7 @@ def test_second_derivatives_go_through_a_gated_unit_that_is_computed_again():
         assert worst(tf.cast(one, tf.float32), tf.cast(other, "float64").numpy()) < 2e-2
 
 
-def test_what_is_used_twice_is_computed_again_once():
+def test_a_product_that_is_used_twice_is_recomputed_once():
     @tf.function(jit_compile=True, autograph=False)
     def run(x, y, kernel):
         power = tf.sigmoid(x)

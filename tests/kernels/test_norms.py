@@ -120,7 +120,7 @@ def gradients_of_a_penalty(norm, x, scale, offset):
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (4, 2, 1, 5), (2, 3, 2, 2, 5)], ids=str)
-def test_batch_norm_has_the_second_derivatives_of_keras_from_which_that_of_the_operation_differs(
+def test_second_derivatives_of_batch_norm_are_those_of_keras(
     shape,
 ):
     x = tf.constant(RNG.normal(3, 2, shape), "float32")
@@ -142,7 +142,7 @@ def test_batch_norm_has_the_second_derivatives_of_keras_from_which_that_of_the_o
         assert np.abs(others[4] - exact[4]).max() > 1e-3 * np.abs(exact[4]).max()
 
 
-def test_a_jacobian_through_batch_norm_is_kerass_and_its_gradient_and_forward_mode_are_refused():
+def test_batch_norm_takes_jacobians_and_refuses_their_gradient_and_forward_mode():
     x, ones = tf.constant(RNG.normal(3, 2, (4, 5)), "float32"), tf.ones([5])
 
     @tf.function(autograph=False)
@@ -222,7 +222,7 @@ def test_a_gelu_that_is_computed_again_is_kerass_own(gelu_of_keras):
 
 
 @pytest.mark.parametrize("approximate", [False, True])
-def test_of_a_gelu_a_gpu_keeps_its_input_and_output_alone(gelu_of_keras):
+def test_a_gpu_keeps_only_the_input_and_output_of_a_gelu(gelu_of_keras):
     gelu = gelu_of_keras
     rows, width, layers = 2**14, 2048, 3
     shapes = [[rows, width], *layers * [[width, 4 * width], [4 * width], [4 * width, width]]]

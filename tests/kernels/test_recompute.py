@@ -297,7 +297,7 @@ def test_draws_of_tensorflow_are_those_of_the_forward_pass():
     assert 0.3 < np.mean(np.equal(y, 0.0)) < 0.7
 
 
-def test_what_cannot_be_computed_again_is_refused():
+def test_functions_that_cannot_be_recomputed_are_refused():
     counter, x = tf.Variable(0.0), tf.constant(X)
     drawing = tf.function(lambda x: x * tf.random.uniform(x.shape), autograph=False)
     counting = tf.function(lambda x: x * counter.assign_add(1.0), autograph=False)
@@ -325,7 +325,7 @@ def test_what_cannot_be_computed_again_is_refused():
         gradient(tf.sin, order=2)
 
 
-def test_what_a_layer_puts_aside_is_read_outside():
+def test_values_that_a_layer_stores_are_read_outside():
     """Reads attention's scores, which a layer keeps in an attribute, in a loss after the call."""
     layer = types.SimpleNamespace(
         last=None, several=[None, 2.0], named={"scores": None, "other": "text"}

@@ -26,7 +26,7 @@ def test_memory_is_left_unfilled_only_where_a_trial_succeeds():
     assert not answer() and xla_ops.unfilled([2], tf.float32) is None
 
 
-def test_a_gradients_operations_are_named_after_the_call_that_it_belongs_to():
+def test_operations_of_a_gradient_are_named_after_its_call():
     @tf.function(autograph=False)
     def gradient(x):
         with tf.name_scope("head"):

@@ -256,7 +256,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("reason", LEFT)
-def test_what_the_kernels_lack_is_refused(reason):
+def test_attention_that_kernels_cannot_compute_is_refused(reason):
     with pytest.raises(
         ValueError, match="flash_attention=True: the kernels do not compute the attention of"
     ) as told:
@@ -264,7 +264,7 @@ def test_what_the_kernels_lack_is_refused(reason):
     assert reason in str(told.value) and 'flash_attention="auto"' in str(told.value)
 
 
-def test_what_the_kernels_lack_is_left_to_the_layer(monkeypatch):
+def test_attention_that_kernels_cannot_compute_is_left_to_the_layer(monkeypatch):
     """Calls layers that the kernels cannot compute, one after the other in one model."""
 
     def every():
@@ -406,7 +406,7 @@ class Squared(keras.layers.MultiHeadAttention):
     ("kind", "choice"),
     [(Sharpened, "fused: blockwise"), (Squared, "unfused: a formula of the layer's own")],
 )
-def test_what_a_subclass_computes_otherwise_is_computed(monkeypatch, kind, choice):
+def test_the_own_attention_of_a_subclass_is_computed(monkeypatch, kind, choice):
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
     monkeypatch.setattr(adapter, "_SHORT_ON_CPU", 0)
     x, y = padded()

@@ -54,7 +54,7 @@ def test_the_role_alone_says_what_wraps_what(make, first, second):
     assert vars(layer) == before and type(layer) is make and len(calls) == 2
 
 
-def test_of_one_role_the_last_is_outermost():
+def test_the_last_interceptor_of_a_role_is_outermost():
     layer, calls = keras.layers.Dense(3), []
     for name in ("inner", "outer"):
         replacement = lambda call, x, name=name: (calls.append(name), call(x))[1]  # noqa: E731

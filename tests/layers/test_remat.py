@@ -392,7 +392,7 @@ def test_attention_that_is_kept_is_not_computed_again(monkeypatch):
     assert loops(["attention"]) == plain + 2, "nothing has the name"
 
 
-def test_what_a_model_is_stays_as_it_was(tmp_path):
+def test_remat_leaves_the_model_as_it_was(tmp_path):
     model = made(attended)
     config, names, before = (
         saved(model, tmp_path),
@@ -571,7 +571,7 @@ def test_a_layer_of_tf_keras_is_saved_with_its_signature(tmp_path):
     np.testing.assert_allclose(tf.saved_model.load(tmp_path)(x), model(x), rtol=1e-6)
 
 
-def test_what_has_no_blocks_says_so():
+def test_a_model_without_blocks_is_an_error():
     with pytest.raises(ValueError, match=r"no blocks.*layer_names"):
         fa.remat(keras.Sequential([keras.Input((4,)), layers.Dense(1)]))
     with pytest.raises(TypeError, match="or left out"):

@@ -64,7 +64,7 @@ def test_what_is_known_without_compiling_bounds_the_peak(memory):
 
 
 @pytest.mark.parametrize(("shape", "known"), [([16], True), (None, False)])
-def test_what_a_loop_writes_is_bounded_where_its_size_is_known(shape, known):
+def test_writes_of_loops_are_bounded_if_their_size_is_known(shape, known):
     """Bounds the writes of a LayerStack's loops: otherwise each such step would be compiled twice."""
 
     @tf.function(autograph=False)

@@ -62,7 +62,7 @@ def test_the_formula_is_within_its_bar_of_xlas_plan(setting):
     assert formula.peak_bytes(setting) == pytest.approx(plan.peak_bytes, rel=formula.BAR)
 
 
-def test_what_the_formula_lacks_would_show():
+def test_bytes_that_the_formula_lacks_would_show():
     """A formula without accumulators, say, or without copies in half precision, would be outside of
     the bar.
     """

@@ -83,7 +83,7 @@ def test_the_batch_size_that_it_says_fits_and_twice_that_does_not(
     assert np.isfinite(fit(trainer, fits, checkpoint_dir=tmp_path).history["loss"]).all()
 
 
-def test_what_plainly_fits_is_not_compiled_to_find_out(trainer, monkeypatch):
+def test_steps_that_clearly_fit_are_not_compiled_to_find_out(trainer, monkeypatch):
     monkeypatch.setattr(analysis, "hlo_proto", lambda concrete: pytest.fail("compiled"))
     fit(trainer, 64)
 
@@ -104,7 +104,7 @@ def test_other_programs(trainer, monkeypatch, run):
             trainer.train_step((X[None, :7], Y[None, :7]))
 
 
-def test_what_runs_out_in_a_callback_is_not_told_as_a_train_steps(trainer):
+def test_memory_that_runs_out_in_a_callback_is_not_the_train_steps(trainer):
     def run_out(epoch, logs):
         raise MemoryError("of a callback")
 
@@ -126,7 +126,7 @@ def test_later_runs_write_over_the_variables(trainer):
     assert places() == before
 
 
-def test_where_copies_of_the_variables_do_not_fit_the_first_run_is_rehearsed(monkeypatch):
+def test_the_first_run_is_rehearsed_if_copies_of_variables_do_not_fit(monkeypatch):
     """It writes over the variables, so what it takes is asked for before."""
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64, use_bias=False)])
     trainer, x, y = (

@@ -160,7 +160,7 @@ def test_auto_is_the_fit_with_what_it_chose(data, monkeypatch, capsys):
         np.testing.assert_array_equal(a, b)
 
 
-def test_what_recomputation_adds_is_told_of_one_micro_batch(planned):
+def test_a_plan_says_what_recomputation_adds(planned):
     """Compares the smallest micro-batch with and without recomputation.
 
     Larger ones may recompute less.
@@ -350,7 +350,7 @@ class Counting(keras.layers.Layer):
         return shape
 
 
-def test_a_model_that_cannot_be_computed_again_is_told_that_nothing_fits_and_why():
+def test_the_error_says_why_a_model_cannot_be_recomputed_if_nothing_fits():
     model = keras.Sequential([keras.Input((8,)), Counting(), Counting(), keras.layers.Dense(1)])
     asked = {"global_batch_size": 1, "memory_limit": "1KB", "recompute": "auto", "verbose": 0}
     with pytest.raises(

@@ -67,7 +67,7 @@ def test_a_loop_of_unknown_length_counts_at_least_once():
     assert not summarized([keras.layers.Dense(8)], [4], [8]).at_least
 
 
-def test_of_a_branchs_cases_the_one_that_computes_most_counts():
+def test_the_most_expensive_case_of_a_branch_counts():
     def product(size):
         return lambda x: tf.reduce_sum(tf.fill([size, size], x) @ tf.fill([size, size], x + 1.0))
 

@@ -88,7 +88,7 @@ def test_a_damaged_entry_is_moved_aside(cache, tmp_path, damage):
 @pytest.mark.parametrize(
     "seal", [None, "", "{}", "[]", '{"key": "another", "function": "__inference_step"}', "\0"]
 )
-def test_what_was_planted_or_left_unsealed_is_not_offered(cache, tmp_path, seal):
+def test_planted_and_unsealed_entries_are_not_loaded(cache, tmp_path, seal):
     """Leaves entries unsealed, as a process that is killed does, or renames another version's
     folder.
     """
@@ -295,7 +295,7 @@ REPLICAS = """
 
 
 @pytest.mark.faults
-def test_what_replicas_compile_is_kept_too(tmp_path):
+def test_programs_of_replicas_are_kept_too(tmp_path):
     def run():
         command = [sys.executable, "-c", textwrap.dedent(REPLICAS), str(tmp_path / "cache")]
         done = subprocess.run(command, timeout=300, check=True, capture_output=True, text=True)

@@ -358,7 +358,7 @@ class Doubled(keras.Model):
 @pytest.mark.parametrize(
     "model, reduction", [(keras.Model, "sum"), (Doubled, "sum_over_batch_size")]
 )
-def test_what_fills_up_the_last_execution_is_in_no_log(model, reduction):
+def test_padding_of_the_last_execution_is_in_no_log(model, reduction):
     a = keras.Input((2,))
     outputs = [
         keras.layers.Dense(1, kernel_initializer="zeros", name=name)(a) for name in ("p", "q")

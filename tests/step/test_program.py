@@ -121,7 +121,7 @@ class Dictionary(dict):
     """A mapping that optree takes for a leaf."""
 
 
-def test_what_holds_no_tensor_says_so():
+def test_a_stack_without_tensors_is_an_error():
     with pytest.raises(TypeError, match=r"plain dicts.*Dictionary"):
         Program(half_and_sum)(Dictionary(z=tf.constant(1.0)))
 

@@ -146,7 +146,7 @@ def test_an_operation_that_fails_moves_nothing():
     np.testing.assert_array_equal(w, [1.0, 2.0])
 
 
-def test_nothing_valid_moves_nothing_and_is_no_nan(adam):
+def test_a_step_without_valid_rows_changes_nothing_and_gives_no_nan(adam):
     x, y, weight = make_data()
     adam.step.loss_scale.current_scale.assign(64.0)
     adam.step.loss_scale.good_steps.assign(1)
@@ -408,7 +408,7 @@ def test_float16_variables_accumulate_in_float32(sparse):
     assert w.numpy().tolist() == [0.5]
 
 
-def test_the_norm_is_that_of_the_unscaled_gradient_whose_scaled_squares_would_overflow():
+def test_the_norm_of_the_unscaled_gradient_does_not_overflow():
     w = tf.Variable([3.0, 4.0])
 
     def loss(x):

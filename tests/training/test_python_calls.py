@@ -86,7 +86,7 @@ def make_trainer(model, loss, metrics=(), **options):
     ],
     ids=["loss", "Lambda", "layer", "compute_loss", "layer and loss"],
 )
-def test_what_calls_python_trains_without_xla_as_in_keras(make_layer, of, loss, named):
+def test_python_calls_train_without_xla_as_in_keras(make_layer, of, loss, named):
     theirs = make_model(make_layer, of)
     theirs.compile(keras.optimizers.Adam(0.01), loss, jit_compile=False)
     theirs.fit(X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
@@ -102,7 +102,7 @@ def test_what_calls_python_trains_without_xla_as_in_keras(make_layer, of, loss, 
     np.testing.assert_allclose(trainer.evaluate(X, Y, batch_size=8, verbose=0), expected, rtol=1e-5)
 
 
-def test_with_xla_asked_for_all_are_named_before_python_runs():
+def test_jit_compile_true_names_all_python_calls_before_they_run():
     trainer = make_trainer(make_model(make_lambda), python_loss, [python_metric], jit_compile=True)
     before = trainer.model.get_weights()
     COMPUTED.clear()

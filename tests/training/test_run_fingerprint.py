@@ -528,7 +528,7 @@ def test_code_and_settings_of_users_change_the_fingerprint(what):
     assert state.differences(was, other)
 
 
-def test_what_a_program_does_not_read_may_differ():
+def test_settings_that_a_program_does_not_read_may_differ():
     """Options that say how to run, docstrings, sets in another order, where a function stands."""
 
     def of(resume, text):
@@ -573,7 +573,7 @@ def test_whatever_a_loss_reads_is_described(settings):
     assert b"settings" in text.encode()
 
 
-def test_of_a_table_of_settings_those_count_that_the_code_names():
+def test_only_settings_that_the_code_names_are_compared():
     def described(**settings):
         return describe(lambda y, p: settings["factor"] * (y - p))
 
@@ -581,7 +581,7 @@ def test_of_a_table_of_settings_those_count_that_the_code_names():
     assert described(factor=1.0, epochs=1) != described(factor=2.0, epochs=1)
 
 
-def test_what_is_large_is_told_by_its_checksum():
+def test_large_values_are_compared_by_their_checksum():
     vocabulary = [f"word {number}" for number in range(10**5)]
     tables = [vocabulary, dict.fromkeys(vocabulary, 0.5), "".join(vocabulary), set(vocabulary)]
     others = [
@@ -682,7 +682,7 @@ def test_settings_that_stand_in_a_class_are_compared(form):
     )
 
 
-def test_an_attribute_is_compared_though_the_loss_sets_one_of_its_name_elsewhere():
+def test_an_attribute_is_compared_if_another_of_its_name_is_set_elsewhere():
     class Holder:
         pass
 
@@ -722,7 +722,7 @@ def counting(y, p):
     return keras.ops.mean((y - p) ** 2, -1)
 
 
-def test_what_a_layer_or_a_loss_counts_is_no_other_training(tmp_path):
+def test_counters_of_layers_and_losses_are_no_other_training(tmp_path):
     trainer = trainer_of([Counting(1.0)], loss=counting)
     for epochs in (1, 2):
         trainer.fit(X, Y, batch_size=4, epochs=epochs, verbose=0, checkpoint_dir=tmp_path)
@@ -742,7 +742,7 @@ def appending(y, p):
     return keras.ops.mean((y - p) ** 2, -1)
 
 
-def test_what_training_changes_itself_is_no_other_training(tmp_path):
+def test_changes_made_by_training_are_no_other_training(tmp_path):
     def fit(epochs):
         def anneal(epoch, logs=None):
             trainer.model.layers[0]._factor /= 2
@@ -773,7 +773,7 @@ def test_what_training_changes_itself_is_no_other_training(tmp_path):
     assert len(fit(4).epoch) == 4
 
 
-def test_what_a_layer_only_notes_may_differ():
+def test_values_that_a_layer_only_records_may_differ():
     """The time of a call, or its last result, which none of its code reads."""
 
     class Noting(keras.layers.Layer):
