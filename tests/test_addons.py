@@ -151,8 +151,8 @@ assert not {{"tensorflow_addons", "keras.src.engine"}} & (set(sys.modules) - mod
 @pytest.mark.faults
 @pytest.mark.parametrize("before", ["import keras", "os.environ['TF_USE_LEGACY_KERAS'] = '0'"])
 def test_tf_keras_is_bound_before_anything_is_used(before):
-    """Also where TensorFlow was imported before, as by Keras 3, and where the environment asks for
-    Keras 3.
+    """Binds tf_keras also if TensorFlow was imported before, as by Keras 3, or if the environment
+    asks for Keras 3.
     """
     succeeds(f"""
 {before}

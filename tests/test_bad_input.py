@@ -379,7 +379,7 @@ def ragged():
 )
 @pytest.mark.parametrize("built", [True, False])
 def test_arrays_that_do_not_fit(trainer, x, y, error, match, built):
-    """Both where the program exists and in a first call."""
+    """Refuses arrays both if the program exists and in a first call."""
     if not built:
         trainer = make_trainer(jit_compile=False)
         trainer._optimizer.build(trainer.model.trainable_variables)

@@ -1,4 +1,4 @@
-"""One accumulated step is the step of the full batch: by hand in float64, and by Keras itself."""
+"""Compares one accumulated step with the full batch: by hand in float64, and by Keras itself."""
 
 import functools
 
@@ -114,8 +114,8 @@ KINDS = {
 
 @functools.cache
 def trainer_of(K, kind, reduction, accumulation, weighted, *sizes):
-    """One trainer for each compiled program, with XLA for one reduction; `weighted` only keys the
-    cache.
+    """Makes one trainer for each compiled program, with XLA for one reduction; `weighted` only keys
+    the cache.
     """
     model, _, loss, _ = KINDS[kind]
     return fa.Trainer(
@@ -246,7 +246,7 @@ def test_a_weight_per_row_holds_for_each_of_its_tokens():
 
 
 class TestTheMeanOfMeans:
-    """Negative control: the check above tells the common mistake from the truth."""
+    """Tests a negative control: the check above tells the common mistake from the truth."""
 
     rng = np.random.default_rng(3)
     x, y, valid = masked_batch(rng, 12)

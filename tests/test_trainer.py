@@ -76,7 +76,7 @@ def trainer_of(K, **options):
 
 @pytest.fixture(scope="module")
 def shared(K):
-    """One compiled Trainer for all tests, with the values of its variables before training."""
+    """Returns one compiled Trainer for all tests, with its variables' values before training."""
     trainer = trainer_of(K, jit_compile=K is keras)
     trainer.evaluate(X[:BATCH], Y[:BATCH], batch_size=BATCH, verbose=0)  # builds it
     return trainer, values(trainer)
@@ -840,7 +840,7 @@ THREADED = {
 
 
 def test_a_second_thread_in_a_trainer_is_refused():
-    """And the fit that runs is the one that it would have been."""
+    """Checks also that the running fit ends as without the second thread."""
     alone, trainer = (fa.Trainer(regressor(), "sgd", "mse", jit_compile=False) for _ in range(2))
     alone.fit(X, Y, verbose=0, shuffle=False)
     refused = [Beside(lambda call=call: call(trainer), threaded=True) for call in THREADED.values()]
@@ -858,9 +858,7 @@ def test_a_second_thread_in_a_trainer_is_refused():
 
 
 def test_what_may_be_called_within_a_fit():
-    """The same Trainer in the thread of the fit, to which it still belongs then; another Trainer in
-    any.
-    """
+    """Calls the same Trainer in the fit's own thread, and another Trainer in any thread."""
     trainer, other = (fa.Trainer(regressor(), "sgd", "mse", jit_compile=False) for _ in range(2))
     same = [
         Beside(lambda name=name: THREADED[name](trainer), threaded=False)

@@ -42,7 +42,7 @@ def shared():
 
 @pytest.fixture
 def trainer(shared):
-    """One compiled Trainer for all tests, untrained again."""
+    """Returns one compiled Trainer for all tests, with its initial weights."""
     trainer, zeros = shared
     trainer.model.set_weights(regressor().get_weights())
     for variable, zero in zip(trainer.optimizer.variables, zeros, strict=True):

@@ -150,7 +150,7 @@ class Case:
         return self.with_arrays(**more)
 
     def batch(self, rows):
-        """Those rows, as tensors: y_true, y_pred and the weights."""
+        """Returns rows as tensors: y_true, y_pred and the weights."""
         y_true, y_pred, weight, mask = (
             None if a is None else tf.constant(a[rows]) for a in self.arrays.values()
         )

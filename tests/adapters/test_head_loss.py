@@ -181,8 +181,9 @@ class Tied(keras.layers.Layer):
 
 
 class Subclassed(keras.Model):
-    """Two linear outputs of which one has the loss, from a model without a graph, its head tied to
-    the embedding.
+    """Returns two linear outputs, of which one has the loss; its head is tied to the embedding.
+
+    The model has no graph.
     """
 
     def __init__(self):

@@ -313,7 +313,7 @@ def test_only_labels_that_are_class_indices_are_observed(family):
 
 
 def test_a_loss_that_compares_rows_is_that_of_each_micro_batch():
-    """Told of, and without padding."""
+    """Warns, and pads no micro-batch."""
     y_pred, labels = (
         tf.math.l2_normalize(tf.constant([[1.0, 2], [3, 1], [2, 2], [0, 1]]), 1),
         tf.constant([0, 0, 1, 1]),
@@ -329,7 +329,7 @@ def test_a_loss_that_compares_rows_is_that_of_each_micro_batch():
     "name", ["TripletSemiHard", "TripletHard", "LiftedStruct", "Npairs", "NpairsMultilabel"]
 )
 def test_a_loss_of_tensorflow_addons_that_compares_rows_is_that_of_each_micro_batch(name):
-    """Its value is a scalar, whatever its reduction."""
+    """Computes a scalar for each micro-batch, whatever the loss's reduction."""
     pytest.importorskip("tf_keras")
     y_pred, labels = tf.fill([4, 4], 0.5), tf.eye(4) if name == "NpairsMultilabel" else tf.range(4)
     loss, outputs = getattr(fa.addons.losses, f"{name}Loss")(), Outputs(["a"], y_pred)

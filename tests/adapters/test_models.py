@@ -50,7 +50,7 @@ def dict_inputs():
 
 
 def fit(model, x, y=Y, optimizer="sgd", loss="mse", **options):
-    """Two epochs in train steps of 2 x 4 rows, the last of 4."""
+    """Trains two epochs in train steps of 2 x 4 rows, of which the last has 4."""
     trainer = fa.Trainer(
         model, optimizer, loss, gradient_accumulation_steps=2, jit_compile=False, **options
     )

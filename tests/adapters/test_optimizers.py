@@ -434,8 +434,8 @@ def test_float8_variables_are_refused():
 
 
 def test_the_xla_updates_of_tf_keras_on_a_gpu_compile_inside_the_step():
-    """On a machine with a GPU tf_keras compiles every variable's update by itself, within our
-    program too.
+    """Compiles tf_keras's update of each variable inside the step, as tf_keras does itself on a
+    machine with a GPU.
     """
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables
     optimizer, reference = adapt_optimizer(tf_keras().Adam(0.1)), tf_keras().Adam(0.1)
@@ -491,7 +491,7 @@ def test_the_multi_optimizer_of_tensorflow_addons_is_refused():
 
 
 def test_trainable_switched_after_building():
-    """Whoever froze a layer may want it back, and not a new optimizer."""
+    """Tells the user to switch `trainable` back, or to make a new optimizer."""
     model = make_model()
     model.layers[0].trainable = False
     optimizer = adapt_optimizer("sgd")
@@ -507,7 +507,7 @@ def test_trainable_switched_after_building():
 
 
 def test_slots_have_the_names_that_the_optimizer_gives_them():
-    """Those of `apply_gradients`, by which files of weights know them."""
+    """Compares with the names of `apply_gradients`, which files of weights use."""
     names = []
     for build in (
         lambda o, v: adapt_optimizer(o).build([v]),

@@ -255,7 +255,7 @@ def test_compute_metrics_beside_get_metrics_result():
 
 
 def test_a_plain_number_among_the_metrics_is_told_of():
-    """Its remedy gives Keras's mean over the epoch."""
+    """Warns, and checks that the remedy gives Keras's mean over the epoch."""
 
     def plain(self, x, y, y_pred, sample_weight=None):
         return {

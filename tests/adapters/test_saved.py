@@ -119,7 +119,7 @@ def warned(train):
 
 
 def test_a_loaded_optimizer_that_lost_its_state_with_lora_is_warned_of(tmp_path):
-    """And not one that has its state."""
+    """Warns of a lost state, and not of an optimizer that has its state."""
     for lora in (True, False):
         layer = Inner()
         model = trained(layer, layer.dense if lora else None)
@@ -161,7 +161,7 @@ def test_more_weights_to_train_than_the_file_has_state_of_are_warned_of(tmp_path
 
 @pytest.mark.parametrize("how", ["load_model", "load_weights"])
 def test_lora_that_keras_has_merged_is_warned_of(tmp_path, how):
-    """Its matrices are both zero, so that neither is trained; given values, they are."""
+    """Warns that both matrices are zero, so neither is trained. With new values they are trained."""
     layer = keras.layers.Dense(4, use_bias=False, name="only")
     model = trained(layer, layer)
     trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False)

@@ -148,8 +148,8 @@ REDUCTIONS = ["sum_over_batch_size", "sum", "mean_with_sample_weight"]
 @pytest.mark.parametrize("reduction", with_marks(REDUCTIONS, REDUCTIONS[:1]))
 @pytest.mark.parametrize("reduce", with_marks([tf.reduce_mean, tf.reduce_sum], [tf.reduce_sum]))
 def test_weights_scale_the_batch_as_in_keras(reduce, reduction):
-    """By their mean, or by their sum: Keras multiplies the scalar by each, and reduces the
-    products.
+    """Scales by the mean or the sum of the weights, since Keras multiplies the scalar by each
+    weight and reduces the products.
     """
     data = DATA["numbers"]
     loss = OfClass(reduce, reduction)

@@ -66,8 +66,8 @@ def source(tmp_path):
 
 
 def test_sigterm_and_sigkill_then_a_narrow_terminal(tmp_path, source):
-    """One run: SIGTERM while it evaluates, SIGKILL while it saves the model, and a terminal in
-    ASCII.
+    """Sends one run SIGTERM while it evaluates and SIGKILL while it saves the model, then uses an
+    ASCII terminal.
     """
     run = tmp_path / "run"
     first = ["train", source, "--steps", 100, *TINY, "--out", "run"]
@@ -130,7 +130,7 @@ def test_a_run_whose_reader_goes_away(tmp_path, source):
 
 
 def test_a_run_in_its_own_text(tmp_path):
-    """After SIGTERM the command that was printed continues it, though its folder lies in the
+    """Continues a run by the command that SIGTERM printed, though the run's folder lies in its
     text.
     """
     (tmp_path / "source.txt").write_bytes(TEXT)

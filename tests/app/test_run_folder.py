@@ -50,7 +50,7 @@ def test_runs_that_begin_at_once_have_folders_of_their_own(tmp_path, monkeypatch
 
 
 def test_only_one_of_two_runs_gets_a_folder(tmp_path, monkeypatch):
-    """Both found it empty."""
+    """Starts two runs that both found the folder empty."""
     monkeypatch.setattr(os, "listdir", lambda _: [])
     begin(str(tmp_path / "run"), "", {"seed": 0})
     with pytest.raises(FileExistsError, match=r"config\.json"):
@@ -84,7 +84,7 @@ sys.stdin.read()
 
 @pytest.mark.faults
 def test_a_run_that_goes_on_is_not_resumed(tmp_path, monkeypatch, capsys):
-    """Though it may only begin: `fit` holds its checkpoints' folder."""
+    """Refuses a run whose checkpoints' folder `fit` holds, even if it has only begun."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "source.txt").write_bytes(TEXT)
     begin("run", "", Run(options.parse(["train", "source.txt", "--steps", "4"])).config)

@@ -50,8 +50,8 @@ def fit(trainer, folder, x=X, y=Y, callbacks=(), every=2, batch_size=8, keep=3, 
 
 
 class Run:
-    """One trainer, so one compilation, for all tests: stopped in its second epoch, and trained to
-    the end.
+    """Keeps one trainer for all tests, stopped in its second epoch and trained to the end, so that
+    it compiles once.
     """
 
     def __init__(self, folder):
@@ -363,7 +363,7 @@ def test_another_training_is_refused(run, tmp_path, model, options, what):
 
 
 def test_other_rows_are_told(run, tmp_path):
-    """Not refused: a row may have been corrected."""
+    """Warns, and does not refuse: a row may have been corrected."""
     run.begin(tmp_path)
     with pytest.warns(RuntimeWarning, match="other values than when the checkpoint was saved"):
         fit(run.trainer, tmp_path, x=X + 1)
@@ -695,7 +695,7 @@ def test_a_checkpoint_is_verified_eight_tensors_at_a_time(tmp_path, monkeypatch)
 
 
 def test_a_checkpoint_is_on_the_disk_before_its_name_is(run, tmp_path, monkeypatch):
-    """And its name is before an older one is removed."""
+    """Checks also that the name is on the disk before an older checkpoint is removed."""
     older, newer = (
         store.inspect(run.folder / "stopped" / name) for name in reversed(run.steps[:2])
     )

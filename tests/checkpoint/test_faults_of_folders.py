@@ -78,7 +78,7 @@ def names(folder):
 
 
 class Run:
-    """One trainer for all tests: stopped in its first epoch, and trained to the end."""
+    """Keeps one trainer for all tests, stopped in its first epoch and trained to the end."""
 
     def __init__(self, folder):
         self.trainer, self.folder = make(), folder
@@ -248,7 +248,7 @@ def test_a_file_that_takes_the_folders_place(run, tmp_path):
 
 
 def test_a_folder_that_may_not_be_entered(run, tmp_path):
-    """Its permissions are taken away, and the rights of the one that trains, where that is root."""
+    """Takes the folder's permissions away, and root's rights from the process that trains."""
     folder, user = tmp_path / "checkpoints", os.geteuid()
     run.begin(folder)
 
@@ -268,7 +268,7 @@ def test_a_folder_that_may_not_be_entered(run, tmp_path):
 
 
 def test_a_link_to_a_folder(run, tmp_path):
-    """Taken for the folder that it leads to; one that leads nowhere is refused."""
+    """Follows a link to a folder, and refuses one that leads nowhere."""
     run.begin(tmp_path / "elsewhere")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     run.goes_on(tmp_path / "link")
@@ -303,8 +303,9 @@ HOOKS = [
 
 @pytest.mark.parametrize(("hook", "count", "step"), HOOKS)
 def test_sigterm_around_the_steps(run, tmp_path, hook, count, step):
-    """Before the first, between epochs, in validation and after the last: saved, with nothing lost
-    or done twice.
+    """Sends SIGTERM before the first step, between epochs, in validation and after the last step.
+
+    All is saved; nothing is lost or done twice.
     """
     fit(run.trainer, tmp_path / "whole", every=9, validation_data=(X, Y))
     with pytest.raises(fa.Preempted) as raised:
@@ -473,7 +474,7 @@ def forks(folder):
 
 
 def test_sigterm_to_a_forked_child(tmp_path):
-    """It ends the child, as it would without a fit; the fit goes on."""
+    """Ends the child, as without a fit, while the fit goes on."""
     started = time.monotonic()
     assert in_child(forks, tmp_path) == 0
     assert time.monotonic() - started < 50
@@ -505,7 +506,7 @@ def forks_and_leaves(folder):
 
 
 def test_a_forked_child_that_leaves(tmp_path):
-    """It waits for no write, which is the parent's, and removes nothing."""
+    """Lets a child exit without waiting for the parent's write or removing a file."""
     assert in_child(forks_and_leaves, tmp_path) == 0
     assert store.latest(tmp_path).step == STEPS
 

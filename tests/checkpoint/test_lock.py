@@ -1,4 +1,4 @@
-"""One process at a time in a folder, for as long as it lives and no longer."""
+"""Tests that a folder belongs to one process at a time, for as long as it lives."""
 
 import ctypes
 import errno
@@ -154,8 +154,8 @@ def test_what_is_planted_in_place_of_the_lock_is_refused(trainer, tmp_path, kind
 
 
 def refuse_system_call(number, error):
-    """From now on the kernel answers a system call of this process with an error, as another file
-    system would.
+    """Makes the kernel answer a system call of this process with an error, as another file system
+    would.
     """
     program = [
         (0x20, 0, 0, 0),

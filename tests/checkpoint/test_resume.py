@@ -47,8 +47,8 @@ def mlp(norm=True, dtype=None):
 
 
 def trainer(norm=True, optimizer=None, dtype=None, **options):
-    """Without XLA unless `options` say otherwise: what is saved and restored is the same, and
-    compiling takes long.
+    """Makes a trainer without XLA unless `options` say otherwise: the saved state is the same, and
+    compiling is slow.
     """
     rate = keras.optimizers.schedules.CosineDecay(0.01, 30)
     options = {
@@ -62,8 +62,8 @@ def trainer(norm=True, optimizer=None, dtype=None, **options):
 
 @functools.cache
 def shared(steps_per_execution=1):
-    """One Trainer for tests that do not mind with what numbers it begins: traced once for each form
-    of the data.
+    """Returns one Trainer for tests that need no particular initial values, traced once for each
+    form of the data.
     """
     return trainer(False, steps_per_execution=steps_per_execution)
 
@@ -482,7 +482,7 @@ def test_a_callback_of_ones_own(tmp_path):
 
 
 def test_a_save_at_an_epochs_last_step(tmp_path):
-    """It is made after validation and callbacks: neither is lost, nor done twice."""
+    """Saves after validation and callbacks: neither is lost, nor done twice."""
     validations = []
 
     class Watch(keras.callbacks.Callback):

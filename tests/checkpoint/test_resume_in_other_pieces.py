@@ -217,8 +217,8 @@ def test_results_that_depend_on_the_pieces_are_warned_of(tmp_path):
 
 @pytest.mark.parametrize("of", [keras, tf_keras])
 def test_layers_whose_rates_are_0_hang_on_no_pieces(of):
-    """They have a generator of random numbers: recurrent cells of Keras 3, and all that may draw in
-    tf_keras.
+    """Covers layers that have a random generator but draw nothing: recurrent cells of Keras 3, and
+    tf_keras's random layers.
     """
 
     def told(rate):
@@ -514,7 +514,7 @@ def start(place, jobs):
 
 @pytest.mark.faults
 def test_replicas_and_workers(whole, tmp_path):
-    """From one device to 2 and 4 replicas and two workers, from these to each other, to one
+    """Moves a training from one device to 2 and 4 replicas and two workers, between these, to one
     replica, and back.
     """
     ways = {  # which training goes on where

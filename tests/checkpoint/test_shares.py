@@ -22,8 +22,9 @@ STEPS = 4
 
 
 class TwoWorkers:
-    """One of two workers; the other one writes a share of its own, until it is lost in the save of
-    a step.
+    """Acts as one of two workers.
+
+    The other one writes a share of its own, until it is lost while a step is saved.
     """
 
     workers = 2

@@ -84,7 +84,7 @@ def test_another_versions_checkpoint_is_refused_and_stays(run, tmp_path, of, ver
 
 @pytest.mark.parametrize("seal", ["another", "none"])
 def test_a_newer_versions_checkpoint_is_known_by_its_format_alone(run, tmp_path, seal):
-    """It may be sealed otherwise: it is refused, not passed over, and stays."""
+    """Refuses a checkpoint that may be sealed otherwise. It is not passed over, and stays."""
     run.begin(tmp_path)
     file = store.paths(tmp_path)[0] / "manifest.json"
     manifest = {

@@ -227,9 +227,7 @@ def stop_then_kill(folder, processes):
 
 
 def test_workers_stopped_for_a_while_and_killed_equal_one_device(tmp_path):
-    """Also one that stands still for 3 s (SIGSTOP, SIGCONT), then dies: the rest is trained by a
-    new pair.
-    """
+    """Stops a worker for 3 s (SIGSTOP, SIGCONT), then kills it. A new pair trains the rest."""
     end = functools.partial(stop_then_kill, tmp_path / "ended")
     for name, ends in (("whole", []), ("ended", [(7, end)])):
         (tmp_path / name).mkdir()

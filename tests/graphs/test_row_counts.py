@@ -229,7 +229,9 @@ class Root(keras.layers.Layer):
 
 
 class Counted(keras.layers.Layer):
-    """Whose added loss, metric and shapes go by the rows, and whose result does not."""
+    """Adds a loss, a metric and shapes that depend on the number of rows, and a result that does
+    not.
+    """
 
     def build(self, shape):
         self.seen = keras.metrics.Mean()
@@ -362,7 +364,7 @@ def test_layers_of_tf_keras_do_not_count_rows():
 
 
 def test_layers_whose_batch_is_the_update_need_no_word():
-    """Nor is the short batch at the end padded."""
+    """Gives no warning, and does not pad the short batch at the end."""
     assert not told(LAYERS["a layer"], batch_size=12)
     theirs, ours = model(LAYERS["a layer"]), model(LAYERS["a layer"])
     theirs.compile(optimizer(), "mse", run_eagerly=True)

@@ -44,7 +44,7 @@ def sigint_while_compiling(recorder):
 
 
 def sigkill_while_saving_the_model(recorder):
-    """Once it is written, and before it has its name."""
+    """Kills the process once the model is written, and before it has its name."""
 
     def hook(event, arguments):
         if event == "os.rename" and str(arguments[1]).endswith("model.keras"):

@@ -276,8 +276,8 @@ def _weight_gradient(product, shape, split):
 
 
 def _way_to_the_accumulator(product, size):
-    """From the product to the float32 add of what the loop carries; the product alone where there
-    is none.
+    """Returns the path from the product to the float32 add of the loop's value, or the product
+    alone.
     """
     paths, seen = collections.deque([[product]]), {product}
     while paths:

@@ -66,8 +66,8 @@ def truth(
     factor=1.0,
     **of_gradient,
 ):
-    """The same by hand in float64; `factor` [B, H, T, S] is what dropout multiplies the weights
-    with.
+    """Computes attention by hand in float64; `factor` [B, H, T, S] multiplies the weights for
+    dropout.
     """
     factor_of_gradient = of_gradient.get("factor_of_gradient", factor)
     q, k, v, g = (t.numpy().astype("float64") for t in tensors)
@@ -556,9 +556,7 @@ def compute_as_cudnn(target, operands, results, config):
 )
 @pytest.mark.parametrize(("dtype", "allowed"), [("float16", 6e-3), ("bfloat16", 5e-2)])
 def test_dropout_as_two_calls_of_cudnns(monkeypatch, form, dtype, allowed):
-    """The same weights are dropped as by the unfused expression; by one call alone their sum would
-    be another.
-    """
+    """Drops the same weights as the unfused expression. With one call alone their sum would differ."""
     monkeypatch.setattr(cudnn_attention, "_call", compute_as_cudnn)
     tensors, (ids, _) = make(dtype, time=38, width=16, segments=form.get("segments", 1))
     options = {"causal": form.get("causal", False), "dropout": 0.3, "seed": [4, 5]}
@@ -589,8 +587,9 @@ def test_dropout_as_two_calls_of_cudnns(monkeypatch, form, dtype, allowed):
 
 
 def test_a_row_whose_keys_are_all_dropped_passes_nothing_on(monkeypatch):
-    """Its log-sum-exp is that of the mask alone: a kernel that rounds it otherwise would get an
-    infinite weight.
+    """Uses the log-sum-exp of the mask alone.
+
+    A kernel that rounds it otherwise would get an infinite weight.
     """
 
     def compute(target, operands, results, config):
@@ -811,9 +810,7 @@ def test_cudnn_needs_a_gpu_and_xla():
 
 
 def test_auto_falls_back_if_cudnn_fails_on_the_device_and_warns_once():
-    """It fails here: this machine's XLA has no such call. In the middle of a trace, with a tape, in
-    a loop.
-    """
+    """Fails in the middle of a trace, with a tape, in a loop: this machine's XLA has no such call."""
     tensors, _ = make("bfloat16", time=40, groups=4, width=24)
     step = attending(causal=True, block_size=16)
 

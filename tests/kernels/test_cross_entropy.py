@@ -78,7 +78,7 @@ def outcome(inputs, cotangent, jit_compile=True, transposed=False, **options):
 
 
 def truth(inputs, cotangent, label_smoothing=0.0, z_loss=0.0, soft_cap=None):
-    """The same by hand in float64, from what the compute dtype makes of the inputs."""
+    """Computes the loss by hand in float64, from the inputs as the compute dtype rounds them."""
     hidden, kernel, labels, bias = inputs
     h = hidden.numpy().astype("float64").reshape(-1, hidden.shape[-1])
     k = tf.cast(kernel, hidden.dtype).numpy().astype("float64")

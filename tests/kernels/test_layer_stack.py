@@ -226,7 +226,7 @@ def plain_outcome():
 
 @pytest.mark.parametrize("form", [*POLICIES, {"unroll": True}], ids=str)
 def test_gradients_are_the_same_whatever_is_kept(form, plain_outcome):
-    """And the elements dropped, or else the gradients were others."""
+    """Drops the same elements too, or else the gradients would differ."""
     stack, _ = stack_and_plain(everything_block, depth=2, **form)
     ours = gradients(stack, stack.trainable_variables, values(B, T, D), jit_compile=False)
     assert_close(ours, plain_outcome, 2e-5)
@@ -356,9 +356,7 @@ def dropped(stack, x):
 
 @pytest.mark.parametrize("seed", [None, 7])
 def test_dropout_differs_by_layer_and_step_but_not_in_recomputation(seed):
-    """One layer of these drops half, two drop three quarters only if they drop different
-    elements.
-    """
+    """Drops half in one layer. Two layers drop three quarters only if they drop different elements."""
     x = tf.ones([50, 40])
     stack = LayerStack(lambda: layers.Dropout(0.5, seed=seed), 2)
     first, second = dropped(stack, x), dropped(stack, x)

@@ -68,7 +68,7 @@ def require_close(found, expected, rtol=1e-5):
 
 
 class DropsTwice(layers.Layer):
-    """Both times from one generator."""
+    """Draws both dropout masks from one generator."""
 
     def __init__(self, dtype):
         super().__init__(dtype=dtype)
@@ -495,8 +495,9 @@ def compiled_chain(call):
 
 @pytest.mark.golden
 def test_memory_of_a_chain_of_blocks_on_a_gpu(monkeypatch):
-    """One product a block is computed again, the first: nothing reads the second. Without the
-    barrier none is.
+    """Recomputes one product for each block, the first, since nothing reads the second.
+
+    Without the barrier, XLA recomputes none.
     """
 
     def plainly(function, x):

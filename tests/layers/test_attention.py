@@ -202,7 +202,7 @@ def test_a_window_that_is_off_by_one_is_seen(monkeypatch):
 
 
 def test_mean_of_all_values_where_nothing_is_seen(monkeypatch):
-    """Negative control of the case in which some queries see nothing."""
+    """Tests a negative control of the case in which some queries see nothing."""
     fuse = adapter.FusedAttention._fuse
     monkeypatch.setattr(adapter.FusedAttention, "_fuse", lambda *a, **k: (fuse(*a, **k)[0], None))
     weights, _ = trained(stock(*CASES["keras.ops, some see nothing"]), *padded())
@@ -534,7 +534,7 @@ def test_no_two_documents_of_large_ids_become_one(monkeypatch, padding):
 
 
 def test_the_graph_of_documents_holds_no_matrix_of_tokens():
-    """Not as a constant, which would take seconds to trace."""
+    """Holds no matrix of tokens as a constant, which would take seconds to trace."""
 
     @tf.function(autograph=False)
     def segments(ids):
@@ -584,8 +584,9 @@ def test_no_scores_of_all_tokens_are_held(monkeypatch):
 @pytest.mark.golden
 @pytest.mark.parametrize(("mask_zero", "bias"), [(False, ""), (True, "ScaleBias")])
 def test_a_gpus_program_calls_cudnn_once_each_way(mask_zero, bias):
-    """Compiled for an H200, not run: padding is in a mask that is added, and what is causal is in
-    none.
+    """Compiles for an H200 and runs nothing.
+
+    Padding is a mask that is added, and causal attention has none.
     """
     x, y = (t.reshape(2, 4, -1) for t in padded(times=128))
     with keras_policy("mixed_bfloat16"):
@@ -603,8 +604,9 @@ def test_a_gpus_program_calls_cudnn_once_each_way(mask_zero, bias):
 @pytest.mark.parametrize("mask_zero", [False, True])
 @pytest.mark.parametrize(("policy", "forward"), [("nothing_saveable", 5), (["attention"], 3)])
 def test_recomputed_blocks_call_cudnn_on_a_gpu(policy, forward, mask_zero):
-    """Once more on the way back, unless attention's output is kept; the last block is not
-    recomputed.
+    """Calls cuDNN once more in the backward pass, unless attention's output is kept.
+
+    The last block is not recomputed.
     """
     x, y = (t.reshape(2, 4, -1) for t in padded(times=512))
     with keras_policy("mixed_bfloat16"):
@@ -851,7 +853,7 @@ def test_masks_are_read(name):
 
 
 def test_a_mask_is_read_however_long_it_is():
-    """Its comparison is of 30,000 positions, and no table of 900 million is made."""
+    """Compares 30,000 positions without a table of 900 million."""
 
     def trace(padding):
         parts = read_mask(of_hub(padding, 30_000), 30_000, 30_000)

@@ -451,7 +451,7 @@ def test_a_flat_graph_is_cut_where_one_value_crosses():
 
 
 def test_boundaries_and_insides_take_the_least_memory():
-    """By trying all ways to cut a chain."""
+    """Tries all ways to cut a chain."""
     rng = np.random.default_rng(0)
     for _ in range(20):
         inside, out = rng.integers(1, 50, 8), rng.integers(1, 20, 8)
@@ -537,7 +537,7 @@ def test_layers_that_hold_an_embedding_are_no_blocks():
 
 
 def test_spectral_normalization_stays_outside_of_blocks():
-    """It reads its kernel in a branch, then assigns it."""
+    """Leaves out a layer that reads its kernel in a branch, then assigns it."""
     normalised = layers.SpectralNormalization(layers.Dense(64), name="normalised")
     model = keras.Sequential(
         [keras.Input((64,)), normalised, *(layers.Dense(64, "tanh") for _ in range(16))]

@@ -127,7 +127,7 @@ def test_later_runs_write_over_the_variables(trainer):
 
 
 def test_the_first_run_is_rehearsed_if_copies_of_variables_do_not_fit(monkeypatch):
-    """It writes over the variables, so what it takes is asked for before."""
+    """Allocates the memory of a run before it, since the run writes over the variables."""
     model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64, use_bias=False)])
     trainer, x, y = (
         fa.Trainer(model, "sgd", "mse"),

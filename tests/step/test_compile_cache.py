@@ -116,7 +116,7 @@ def test_other_versions_devices_and_flags_have_folders_of_their_own(cache, tmp_p
     ],
 )
 def test_another_cpu_has_a_folder_of_its_own(tmp_path, monkeypatch, line, other):
-    """Whose instructions an entry may have been compiled for."""
+    """Separates CPUs, since an entry may be compiled for instructions that another lacks."""
 
     read = Path.read_text
 

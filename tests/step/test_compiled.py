@@ -77,8 +77,8 @@ def transformer():
 
 
 def two_outputs():
-    """Two losses with divisors of their own: these are known before the first gradient, at no
-    cost.
+    """Trains two losses with denominators of their own, which are known before the first gradient
+    at no cost.
     """
     inputs = keras.Input((3,))
     hidden = keras.layers.Dense(4, activity_regularizer="l2")(inputs)
@@ -134,8 +134,8 @@ def test_memory_is_flat_in_the_number_of_micro_batches(trainer, memory):
 
 
 def test_memory_is_that_of_a_plain_micro_step_and_the_accumulators():
-    """At most 4.2 bytes per parameter above one plain XLA step on one micro-batch: the select of a
-    skip costs none.
+    """Bounds memory by 4.2 bytes per parameter above one plain XLA step: the select of a skip costs
+    none.
     """
 
     def model():

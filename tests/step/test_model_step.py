@@ -256,8 +256,8 @@ def test_an_ignored_class_is_no_label_out_of_range(language_model):
 
 
 def two_taggers(jit_compile=True):
-    """Two outputs of labels, -1 for none, with a penalty and slots that a gradient of zero would
-    move.
+    """Makes two outputs of labels (-1 for none), with a penalty, and slots that a zero gradient
+    would move.
     """
     keras.utils.set_random_seed(0)
     inputs = keras.Input((D,))

@@ -219,7 +219,7 @@ def test_what_is_bad_is_named_and_nothing_moves(case):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """One step per dispatch, and three."""
+    """Builds a step with one step per dispatch, and with three."""
     keras.utils.set_random_seed(0)
     trainers = {n: make(jit_compile=True, steps_per_execution=n) for n in (1, 3)}
     for trainer in trainers.values():
@@ -308,7 +308,9 @@ def test_a_scale_that_backs_off_is_no_error_and_one_at_its_floor_is():
 
 
 def test_padded_steps_are_not_counted_as_skipped():
-    """Two steps and a dispatch of three: the third repeats the rows of the second, NaN and all."""
+    """Pads a dispatch of three with two steps: the third repeats the rows of the second, NaN and
+    all.
+    """
     trainer = make(on_nonfinite="skip", steps_per_execution=3)
     history = fit(trainer, changed(X, 2 * K * B - 1, nan)[: 2 * K * B], Y[: 2 * K * B])
     assert history["skipped_steps"] == [1]

@@ -130,7 +130,7 @@ def test_a_step_with_a_bad_micro_batch_touches_nothing(adam, where, bad):
 
 
 def test_an_operation_that_fails_moves_nothing():
-    """Without XLA, where operations run as soon as they can: the count of updates depended on none
+    """Runs without XLA, where operations run as soon as they can: the update count depended on none
     before it.
     """
     w, adam = tf.Variable([1.0, 2.0]), keras.optimizers.Adam()

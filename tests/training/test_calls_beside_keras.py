@@ -708,8 +708,8 @@ def test_methods_of_the_optimizer_are_called_as_in_keras():
 
 
 def test_kerass_own_loss_log_of_data_of_unknown_length():
-    """Its step starts once more than there are batches, and counts known numbers of rows without a
-    loss.
+    """Shows that Keras's step starts once more than there are batches, and counts known numbers of
+    rows without a loss.
     """
     theirs = make_model()
     theirs.compile(keras.optimizers.SGD(0.0), "mse", jit_compile=False)

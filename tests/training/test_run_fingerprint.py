@@ -549,7 +549,7 @@ class Attributes(dict):
 
 
 class Proxy:
-    """Whose attributes raise what is no AttributeError."""
+    """Raises errors other than AttributeError for missing attributes."""
 
     factor = 1.0
 
@@ -734,7 +734,7 @@ SEEN = []
 
 
 class Annealed(Layer):
-    """Whose factor a callback changes in training."""
+    """Scales by a factor that a callback changes in training."""
 
 
 def appending(y, p):
@@ -897,7 +897,9 @@ json.dump(made, open(sys.argv[1], "w"))
 
 @pytest.mark.faults
 def test_another_process_describes_the_same(tmp_path):
-    """Without a seed: sets and dicts in another order, other addresses, other random numbers."""
+    """Describes without a seed: sets and dicts have another order, and addresses and random numbers
+    differ.
+    """
     for seed in ("1", "2"):
         environment = {
             **os.environ,
