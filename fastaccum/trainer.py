@@ -400,7 +400,7 @@ class Trainer:
 
         sample = source.sample
         step = builder.get_or_build(sample, options)
-        recipe.losses.require_classes(class_weights)
+        step.objective.losses.require_classes(class_weights)
         stacks = source.stacks(
             builder.training_layout(options),
             schedule.steps_per_epoch,

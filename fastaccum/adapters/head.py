@@ -143,14 +143,21 @@ class LinearCrossEntropy(keras.losses.Loss):
 class FusedHeadLoss:
     """A `LinearCrossEntropy` with the linear layer that it takes over, for the train step.
 
+    `ranks` is the argument of `linear_cross_entropy_sum_and_scores` that the output's metrics need.
     Raises ValueError if the model has no such layer.
     """
 
-    def __init__(self, loss: LinearCrossEntropy, model: Model, output: str, classes: int | None):
+    def __init__(
+        self,
+        loss: LinearCrossEntropy,
+        model: Model,
+        output: str,
+        classes: int | None,
+        ranks: bool | None,
+    ):
         self._loss = loss
         self._output = output
-        # The argument of `linear_cross_entropy_sum_and_scores` that the output's metrics need.
-        self.ranks: bool | None = None
+        self._ranks = ranks
         self.reduction = loss.reduction
         self.ignore_class = loss.options["ignore_index"]
         self.head = _find(model, loss.head, output)
@@ -237,7 +244,7 @@ class FusedHeadLoss:
             rounded_kernel=rounded_kernel,
             transpose_kernel=kernel.is_transposed,
             chunk_size=self._loss.chunk_size,
-            ranks=self.ranks,
+            ranks=self._ranks,
             soft_cap=soft_cap,
             **self._loss.options,
         )

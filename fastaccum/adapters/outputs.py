@@ -216,11 +216,18 @@ class Outputs:
                 targets[position] = target
         return targets
 
-    def matched(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Matched:
-        """Returns the targets, predictions and weights of one micro-batch."""
-        weights = self.targets(sample_weight, "sample_weight", repeat=True)
-        targets = self.targets(y_true)
-        return self._all_valid(targets, y_pred, weights)
+    def matched(
+        self,
+        y_true: Nest,
+        y_pred: Nest,
+        sample_weight: Nest,
+        valid: Sequence[tf.Tensor | None] | None = None,
+    ) -> Matched:
+        """Returns the targets, predictions and weights of one micro-batch.
+
+        All elements are valid without `valid`.
+        """
+        return self._matched(self.targets(y_true), y_pred, sample_weight, valid)
 
     def targets_of_metrics(self, y_true: Nest) -> list[Any]:
         """Returns targets by position; as in Keras, fewer of them may be for the first outputs."""
@@ -230,18 +237,30 @@ class Outputs:
             return self.targets(y_true)
         return entries + [None] * missing
 
-    def matched_for_metrics(self, y_true: Nest, y_pred: Nest, sample_weight: Nest) -> Matched:
+    def matched_for_metrics(
+        self,
+        y_true: Nest,
+        y_pred: Nest,
+        sample_weight: Nest,
+        valid: Sequence[tf.Tensor | None] | None = None,
+    ) -> Matched:
         """Returns what `matched` does, with the targets of metrics."""
-        weights = self.targets(sample_weight, "sample_weight", repeat=True)
-        targets = self.targets_of_metrics(y_true)
-        return self._all_valid(targets, y_pred, weights)
+        return self._matched(self.targets_of_metrics(y_true), y_pred, sample_weight, valid)
 
-    def _all_valid(self, targets: list[Any], y_pred: Nest, weights: list[Any]) -> Matched:
+    def _matched(
+        self,
+        targets: list[Any],
+        y_pred: Nest,
+        sample_weight: Nest,
+        valid: Sequence[tf.Tensor | None] | None,
+    ) -> Matched:
+        if valid is None:
+            valid = [None] * len(self.names)
         return Matched(
             y_true=targets,
             y_pred=self.predictions(y_pred),
-            sample_weight=weights,
-            valid=[None] * len(self.names),
+            sample_weight=self.targets(sample_weight, "sample_weight", repeat=True),
+            valid=valid,
         )
 
     def place_metrics(self, what: str, metrics: MetricsArgument) -> list[list[Metric]]:

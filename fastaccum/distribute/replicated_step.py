@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters import slots
-from fastaccum.adapters.losses import Losses
+from fastaccum.adapters.losses import BoundLosses
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.basics.attributes import raw, replaced, restored
@@ -95,7 +95,6 @@ class ReplicatedStep(Step):
         self._mirror_weights(losses)
         self._build_optimizer(model, optimizer)
         replicas.unmirror([*metrics.compiled.variables, built.options.loss_scale])
-        losses.replicas = replicas.count
 
         with first_components():
             self._step = ModelStep(built, compile_parts=built.options.uses_xla)
@@ -130,7 +129,7 @@ class ReplicatedStep(Step):
         uses_xla = self.objective.options.uses_xla
         return ReplicaProgram(function, self._replicas, uses_xla, scope=self._alone)
 
-    def _mirror_weights(self, losses: Losses) -> None:
+    def _mirror_weights(self, losses: BoundLosses) -> None:
         """Gives the variables among the weights of losses a component on every replica."""
         variables = losses.weight_variables
         outside = []
@@ -177,10 +176,10 @@ class ReplicatedStep(Step):
         objective = self.objective
         state = [v.read_value() for v in objective.state]  # before the replica offsets its seeds
         with self._metrics_from_zero() as metric_values, self._own_masks(replica):
-            denominators = None
+            totals = None
             if counts is not None:
-                denominators = tf.unstack(counts)
-            sums = self.cycle.accumulate(*stacks, counts=denominators)
+                totals = objective.unstack_counts(counts)
+            sums = self.cycle.accumulate(*stacks, counts=totals)
 
         # The stacks of workers may differ in size, and so may what the scale was divided by.
         typical_weight = objective.typical_weight(stacks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastaccum.adapters.head import replacement
-from fastaccum.adapters.losses import Output
+from fastaccum.adapters.losses import OutputLoss
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory
 
@@ -60,7 +60,7 @@ def explain(
     message: str,
     memory: StepMemory,
     limit: int,
-    outputs: Sequence[Output],
+    outputs: Sequence[OutputLoss],
     batch_size: tuple[int, int] | None = None,
     more: Sequence[str] = (),
     note: str = "",
@@ -96,7 +96,7 @@ def _shares(memory: StepMemory) -> list[str]:
     return lines
 
 
-def head_advice(memory: StepMemory, outputs: Sequence[Output]) -> list[str]:
+def head_advice(memory: StepMemory, outputs: Sequence[OutputLoss]) -> list[str]:
     """Writes the argument that saves a large table of scores, for each output that has one and
     could do without.
     """
@@ -112,7 +112,7 @@ def head_advice(memory: StepMemory, outputs: Sequence[Output]) -> list[str]:
 def advice(
     memory: StepMemory,
     batch_size: tuple[int, int] | None,
-    outputs: Sequence[Output] = (),
+    outputs: Sequence[OutputLoss] = (),
     limit: int = 0,
 ) -> list[str]:
     """Lists changes that save memory, a sentence each, the one that helps most first; `batch_size`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fastaccum.adapters.losses import Losses
+from fastaccum.adapters.losses import BoundLosses
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
@@ -19,7 +19,7 @@ class BuiltModel:
 
     model: Model
     outputs: Outputs
-    losses: Losses
+    losses: BoundLosses
     metrics: Metrics
     optimizer: Optimizer
     options: Options  # in which `jit_compile="auto"` has become a choice

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.losses import Losses
+from fastaccum.adapters.losses import BoundLosses
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 
@@ -37,7 +37,7 @@ def require_recomputable(model: Model) -> None:
         )
 
 
-def list_python_callers(model: Model, losses: Losses, metrics: Metrics) -> list[str]:
+def list_python_callers(model: Model, losses: BoundLosses, metrics: Metrics) -> list[str]:
     """Lists the layers, losses and metrics that call Python, as by tf.py_function; known once they
     are built.
     """

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from fastaccum.adapters.callbacks import log_value
-from fastaccum.adapters.losses import Losses, Term
-from fastaccum.adapters.metrics import Metrics
+from fastaccum.adapters.loss_terms import Term
+from fastaccum.adapters.losses import BoundLosses
+from fastaccum.adapters.metrics import Metrics, ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
@@ -30,12 +31,39 @@ from fastaccum.step.objective import Objective
 from fastaccum.step.options import Options
 from fastaccum.step.running_state import RunningState
 
+S = TypeVar("S", bound=tuple)  # a nest of scalars
+
+
+class ForwardPass(NamedTuple):
+    """The results of a micro-batch's forward pass."""
+
+    terms: list[Term]  # of the outputs' losses, then of other losses
+    y_pred: Nest  # what the model returned
+    # Targets, outputs and weights, with labels in range; None if no loss and no metric takes them.
+    matched: Matched | None
+
+
+class Counts(NamedTuple):
+    """Sums over micro-batches that the divisors of their losses are computed from: float32."""
+
+    weight_sums: list[tf.Tensor]  # of each term
+    factors: list[Factor]  # of each scalar loss
+    rows: tf.Tensor  # the valid rows
+
 
 class Totals(NamedTuple):
-    """Counts over all micro-batches of an update, by which each of them computes its part."""
+    """Totals over all micro-batches of an update, by which each of them computes its part."""
 
     denominators: list[tf.Tensor]  # of the terms' loss sums
     rows: tf.Tensor  # the valid rows; 0 if no element of them counts in any term
+
+
+class EvaluationSums(NamedTuple):
+    """Sums over the micro-batches of an evaluation: float32, or floats once they are read."""
+
+    loss_sums: list[Any]  # of each term
+    weight_sums: list[Any]  # of each term
+    factors: list[Factor]  # of each scalar loss
 
 
 class ModelObjective(Objective):
@@ -52,8 +80,14 @@ class ModelObjective(Objective):
     """
 
     def __init__(
-        self, model: Model, outputs: Outputs, losses: Losses, metrics: Metrics, options: Options
+        self,
+        model: Model,
+        outputs: Outputs,
+        losses: BoundLosses,
+        metrics: Metrics,
+        options: Options,
     ):
+        losses = losses.take_over_heads(model, metrics.needed_ranks)
         self.model = model
         self.outputs = outputs
         self.losses = losses
@@ -81,7 +115,7 @@ class ModelObjective(Objective):
             lookups.append((f"ids given to embedding {layer.name!r}", table_rows))
 
         self.has_own_metrics = model.overrides("compute_metrics")
-        self._take_over_heads()
+        self._require_logits_unused()
 
         # What mixes rows, with the operation by which it does; a step warns of it where it splits
         # the rows.
@@ -121,29 +155,26 @@ class ModelObjective(Objective):
             losses.log_names, metrics, IndexChecks(lookups), StuckSteps(patience)
         )
 
-    def _take_over_heads(self) -> None:
-        """Lets the losses that compute their heads leave these out of the model."""
-        for output in self.losses.take_over_heads(self.model):
-            output.loss.ranks = self.metrics.needed_ranks(
-                output.position, output.name, output.loss.ignore_class
+    def _require_logits_unused(self) -> None:
+        """Raises ValueError if the model's own methods take logits that are never computed."""
+        has_own_methods = self.own is not None or self.has_own_metrics
+        if self.losses.with_heads and has_own_methods:
+            raise ValueError(
+                f"{type(self.model.model).__name__} has a compute_loss or compute_metrics of "
+                "its own, for logits that LinearCrossEntropy never has: use "
+                "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
             )
-            if self.own is not None or self.has_own_metrics:
-                raise ValueError(
-                    f"{type(self.model.model).__name__} has a compute_loss or compute_metrics of "
-                    "its own, for logits that LinearCrossEntropy never has: use "
-                    "keras.losses.SparseCategoricalCrossentropy(from_logits=True)."
-                )
 
     # One micro-batch.
 
-    def terms(
+    def forward(
         self,
         batch: Batch,
         training: bool,
         observe: bool = True,
         totals: Totals | None = None,
-    ) -> tuple[list[Term], Nest]:
-        """Returns the terms of outputs, then of other losses, and what the model returned.
+    ) -> ForwardPass:
+        """Computes the terms of the losses of a micro-batch.
 
         If `observe`, the indices in the micro-batch are checked.
         """
@@ -157,21 +188,34 @@ class ModelObjective(Objective):
                 y_pred = self.model(batch.x, training=training)
                 means = []
 
-        rows = _rows(batch)
         if self.own is not None:
-            return self._own_terms(self.own, batch, y_pred, training, observe, totals), y_pred
+            terms = self._own_terms(self.own, batch, y_pred, training, observe, totals)
+            matched = None
+            if self._has_compiled_metrics:
+                matched = self._in_range(self._match(batch, y_pred))
+            return ForwardPass(terms, y_pred, matched)
+
+        matched = None
         terms = [Term(mean * weight_sum, weight_sum) for mean, weight_sum in means]
         if self.losses.outputs:
-            matched = self._matched(batch, y_pred)
+            matched = self._match(batch, y_pred)
             if observe and self.model.takes_targets_apart:
                 self._observe(matched.y_true)
+            matched = self._in_range(matched)
             terms = self._compiled_terms(matched, hidden, totals)
+        elif self._has_compiled_metrics:
+            matched = self._in_range(self._match(batch, y_pred))
+        return ForwardPass([*terms, *self._added_terms(_rows(batch))], y_pred, matched)
+
+    def _added_terms(self, rows: tf.Tensor) -> list[Term]:
+        """Returns the terms of losses that layers have added."""
+        terms = []
         for reduction, counted_as in zip(self.model.added_reductions, self._added, strict=True):
             loss_sum = self.model.added_loss(reduction)
             if counted_as == "mean":
                 loss_sum = loss_sum * rows
             terms.append(Term(loss_sum, rows))
-        return terms, y_pred
+        return terms
 
     def _make_id_observers(self) -> list[Interceptor]:
         def observe(embedding: int, ids: tf.Tensor) -> None:
@@ -194,7 +238,6 @@ class ModelObjective(Objective):
         self, matched: Matched, hidden: Mapping[int, tf.Tensor], totals: Totals | None
     ) -> list[Term]:
         """Returns the terms of the outputs' losses."""
-        matched = self._in_range(matched)
         if totals is None:
             return self.losses.terms(matched, hidden)
         return self.losses.terms(matched, hidden, totals.rows)
@@ -238,7 +281,7 @@ class ModelObjective(Objective):
             matched = self.outputs.matched(y, y_pred, named_weights(sample_weight))
             if observe:
                 self._observe(matched.y_true)
-            output_terms.extend(self._compiled_terms(matched, {}, totals))
+            output_terms.extend(self._compiled_terms(self._in_range(matched), {}, totals))
             loss = weighted_sum()
             if share is not None and own.reduction != "sum":
                 loss = loss / share
@@ -257,19 +300,23 @@ class ModelObjective(Objective):
             value = value * rows
         return [*output_terms, *[no_loss] * missing, Term(value, rows)]
 
-    def _matched(self, batch: Batch, y_pred: Nest) -> Matched:
-        y, y_pred = self.model.matched(batch.x, batch.y, y_pred)
-        matched = self.outputs.matched(y, y_pred, batch.weights)
-        return matched._replace(valid=self._valid(batch, self.outputs.targets))
+    @property
+    def _has_compiled_metrics(self) -> bool:
+        """True if the metrics that the Trainer was given are updated with each micro-batch."""
+        return not self.has_own_metrics and bool(self.metrics.compiled.metrics)
 
-    def _valid(
-        self, batch: Batch, by_position: Callable[[Nest], list[tf.Tensor | None]]
-    ) -> list[tf.Tensor | None]:
+    def _match(self, batch: Batch, y_pred: Nest) -> Matched:
+        """Matches a micro-batch's targets and weights with the outputs."""
+        y, y_pred = self.model.matched(batch.x, batch.y, y_pred)
+        # Where losses and metrics may differ in their targets, `compute_loss` has those of losses.
+        return self.outputs.matched_for_metrics(y, y_pred, batch.weights, self._valid(batch))
+
+    def _valid(self, batch: Batch) -> list[tf.Tensor | None]:
         """Lists what is more than padding by output; None where all is."""
         rows = batch.mask
         real: list[tf.Tensor | None] = [None] * len(self.outputs.names)
         if tf.nest.flatten(batch.real):
-            real = by_position(batch.real)
+            real = self.outputs.targets_of_metrics(batch.real)
         valid: list[tf.Tensor | None] = []
         for elements in real:
             if elements is None:
@@ -287,15 +334,15 @@ class ModelObjective(Objective):
         return self.losses.in_range(batch)
 
     def update_metrics(
-        self, batch: Batch, terms: Sequence[Term], y_pred: Nest, training: bool
+        self, batch: Batch, forward: ForwardPass, training: bool
     ) -> dict[str, tf.Tensor]:
         """Updates the metrics with one micro-batch.
 
         Returns what a `compute_metrics` of the model's own returns.
         """
         if not self.has_own_metrics:
-            if self.metrics.compiled.metrics:
-                self._update_compiled_metrics(batch, terms, y_pred)
+            if forward.matched is not None and self._has_compiled_metrics:
+                self.metrics.update(forward.matched, self._scored_labels(forward.terms))
             return {}
 
         def update(y: Nest, y_pred: Nest, sample_weight: Nest = None) -> None:
@@ -303,7 +350,7 @@ class ModelObjective(Objective):
             self.metrics.update(self._in_range(matched), {})
 
         returned = self.model.compute_metrics(
-            batch.x, _targets(batch), y_pred, batch.weights, update
+            batch.x, _targets(batch), forward.y_pred, batch.weights, update
         )
         logs = {}
         for name, value in returned.items():
@@ -315,19 +362,18 @@ class ModelObjective(Objective):
         computed_here = {"loss", *self.running.losses}
         return {name: value for name, value in logs.items() if name not in computed_here}
 
-    def _update_compiled_metrics(self, batch: Batch, terms: Sequence[Term], y_pred: Nest) -> None:
+    def _scored_labels(self, terms: Sequence[Term]) -> dict[int, ScoredLabels]:
+        """Returns the scores of labels by output, of those whose logits are never held."""
         scored = {}
         for output, term in zip(self.losses.outputs, terms, strict=False):
             if term.scored is not None:
                 scored[output.position] = term.scored
-        y, y_pred = self.model.matched(batch.x, batch.y, y_pred)
-        matched = self.outputs.matched_for_metrics(y, y_pred, batch.weights)
-        matched = matched._replace(valid=self._valid(batch, self.outputs.targets_of_metrics))
-        self.metrics.update(self._in_range(matched), scored)
+        return scored
 
     def sums(self, batch: Batch, totals: Totals | None) -> tuple[tf.Tensor, tf.Tensor]:
-        terms, y_pred = self.terms(batch, training=True, totals=totals)
-        self.update_metrics(batch, terms, y_pred, training=True)
+        forward = self.forward(batch, training=True, totals=totals)
+        self.update_metrics(batch, forward, training=True)
+        terms = forward.terms
         if totals is None:
             (term,) = terms
             (weight,) = self.term_weights
@@ -364,9 +410,7 @@ class ModelObjective(Objective):
         with answering, intercepting([*interceptors, *fp32]):
             yield
 
-    def prepare(
-        self, stacks: Sequence[Batch], counts: list[tf.Tensor] | None = None
-    ) -> Totals | None:
+    def prepare(self, stacks: Sequence[Batch], counts: Counts | None = None) -> Totals | None:
         """Counts the terms' denominators, so that they share one accumulator, and the valid rows.
 
         Returns None for one term, whose weight sum the micro-batches add up themselves.
@@ -379,13 +423,10 @@ class ModelObjective(Objective):
             return None
         if counts is None:
             counts = self.count(*stacks)
-        size = len(self.term_weights)
-        weight_sums = counts[:size]
-        factors = counts[size:-1]
-        rows = counts[-1]
         # Without a valid element there is no update.
-        rows *= tf.cast(tf.reduce_any(tf.not_equal(weight_sums, 0.0)), rows.dtype)
-        return Totals(self._denominators(weight_sums, factors), rows)
+        any_counts = tf.reduce_any(tf.not_equal(counts.weight_sums, 0.0))
+        rows = counts.rows * tf.cast(any_counts, counts.rows.dtype)
+        return Totals(self._denominators(counts.weight_sums, counts.factors), rows)
 
     def warn_of_parts(self) -> None:
         """Warns, once each, of what an update's parts compute otherwise than all its rows together.
@@ -417,51 +458,58 @@ class ModelObjective(Objective):
             )
 
     def _denominators(
-        self, weight_sums: Sequence[tf.Tensor], factors: Sequence[tf.Tensor]
+        self, weight_sums: Sequence[tf.Tensor], factors: Sequence[Factor]
     ) -> list[tf.Tensor]:
-        """Returns the divisors of the first terms' loss sums, for what `_factors` counted."""
+        """Returns the divisors of the first terms' loss sums, of as many as have a weight sum."""
         denominators = []
         for reduction, weight_sum in zip(self.reductions, weight_sums, strict=False):
             if reduction == "sum":
                 denominators.append(tf.constant(1.0))
             else:
                 denominators.append(weight_sum)
-        for i, k in enumerate(self._scalars):
-            factor = Factor(weighted=factors[2 * i], counted=factors[2 * i + 1])
+        for k, factor in zip(self._scalars, factors, strict=True):
             denominators[k] = divide_out(denominators[k], factor)
         return denominators
 
-    def _factors(self, terms: Sequence[Term]) -> list[tf.Tensor]:
-        """Lists both sums of the factor of each scalar loss; zeros where it was not computed."""
-        sums: list[tf.Tensor] = []
+    def _factors(self, terms: Sequence[Term]) -> list[Factor]:
+        """Lists the factor of each scalar loss; zeros where it was not computed."""
+        factors = []
         for k in self._scalars:
             factor = terms[k].factor
             if factor is None:
                 factor = Factor(weighted=tf.constant(0.0), counted=tf.constant(0.0))
-            sums.extend(factor)
-        return sums
+            factors.append(factor)
+        return factors
 
-    def count(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Counts each term's weight sum over the stacks, then the factors, then the valid rows.
+    def count(self, *stacks: Batch) -> Counts:
+        """Counts over the stacks what the divisors of their losses are computed from.
 
         All state is left as it was.
         """
 
-        def count(batch):
+        def count(batch: Batch) -> Counts:
+            rows = _rows(batch)
             if not self.losses.outputs and not self._returned:
-                return [_rows(batch)] * (len(self.term_weights) + 1)
-            terms, _ = self.terms(batch, training=False, observe=False)
+                return Counts([rows] * len(self.term_weights), [], rows)
+            terms = self.forward(batch, training=False, observe=False).terms
             weight_sums = [term.weight_sum for term in terms]
-            factors = self._factors(terms)
-            return [*weight_sums, *factors, _rows(batch)]
+            return Counts(weight_sums, self._factors(terms), rows)
 
-        size = len(self.term_weights) + 2 * len(self._scalars) + 1
         with restored([*self.state, *self.model.metric_variables]):
-            return _sum_over(stacks, count, size)
+            return _sum_over(stacks, count, self._zero_counts)
+
+    @property
+    def _zero_counts(self) -> Counts:
+        zeros = [0.0] * len(self.term_weights)
+        return Counts(zeros, [Factor(0.0, 0.0)] * len(self._scalars), 0.0)
 
     def count_stacked(self, *stacks: Batch) -> tf.Tensor:
-        """Stacks what `count` lists, for the parts of an update to add up: float32 [counts]."""
-        return tf.stack(self.count(*stacks))
+        """Counts as `count`, in one tensor that the parts of an update add up: float32 [counts]."""
+        return tf.stack(tf.nest.flatten(self.count(*stacks)))
+
+    def unstack_counts(self, stacked: tf.Tensor) -> Counts:
+        """Returns the counts that `count_stacked` has stacked."""
+        return tf.nest.pack_sequence_as(self._zero_counts, tf.unstack(stacked))
 
     def rows(self, stacks: Sequence[Batch]) -> tf.Tensor:
         """Counts the valid rows in the stacks."""
@@ -508,34 +556,32 @@ class ModelObjective(Objective):
     # An evaluation.
 
     def evaluate(self, *stacks: Batch) -> list[tf.Tensor]:
-        """Sums every term's loss sum, then weight sums, then factors, over the stacks.
+        """Sums over the stacks what `evaluated` takes, and updates the metrics."""
 
-        The metrics are updated.
-        """
-
-        def sums(batch):
-            terms, y_pred = self.terms(batch, training=False)
-            self.update_metrics(batch, terms, y_pred, training=False)
-            loss_sums = [term.loss_sum for term in terms]
-            weight_sums = [term.weight_sum for term in terms]
-            return [*loss_sums, *weight_sums, *self._factors(terms)]
+        def sums(batch: Batch) -> EvaluationSums:
+            forward = self.forward(batch, training=False)
+            self.update_metrics(batch, forward, training=False)
+            loss_sums = [term.loss_sum for term in forward.terms]
+            weight_sums = [term.weight_sum for term in forward.terms]
+            return EvaluationSums(loss_sums, weight_sums, self._factors(forward.terms))
 
         self.observe_labels(stacks)
-        size = 2 * len(self.term_weights) + 2 * len(self._scalars)
         with self.scope():
-            return _sum_over(stacks, sums, size)
+            return tf.nest.flatten(_sum_over(stacks, sums, self._zero_evaluation))
+
+    @property
+    def _zero_evaluation(self) -> EvaluationSums:
+        zeros = [0.0] * len(self.term_weights)
+        return EvaluationSums(zeros, zeros, [Factor(0.0, 0.0)] * len(self._scalars))
 
     def evaluated(self, sums: Sequence[float]) -> dict[str, float]:
         """Returns the logs of an evaluation, from the sums of its dispatches so far.
 
         `model.metrics` has them too.
         """
-        size = len(self.term_weights)
-        loss_sums = sums[:size]
-        weight_sums = sums[size : 2 * size]
-        factors = sums[2 * size :]
+        loss_sums, weight_sums, factors = tf.nest.pack_sequence_as(self._zero_evaluation, sums)
         denominators = self._denominators(weight_sums, factors)
-        unnamed = size - len(self.running.losses)
+        unnamed = len(self.term_weights) - len(self.running.losses)
         names = [*self.running.losses, *[None] * unnamed]
 
         loss = 0.0
@@ -617,19 +663,17 @@ def _weighted(
     return tf.add_n(parts)
 
 
-def _sum_over(
-    stacks: Sequence[Batch], fn: Callable[[Batch], list[tf.Tensor]], size: int
-) -> list[tf.Tensor]:
-    """Sums `fn(micro_batch)`, a list of `size` float32 scalars, over every micro-batch."""
-    totals = [tf.constant(0.0)] * size
+def _sum_over(stacks: Sequence[Batch], fn: Callable[[Batch], S], zeros: S) -> S:
+    """Sums `fn(micro_batch)`, float32 scalars in the nest of `zeros`, over every micro-batch."""
+    zero = tf.constant(0.0)
+    totals = tf.nest.map_structure(lambda _: zero, zeros)
     for stack in stacks:
 
-        def body(i, *totals, stack=stack):
+        def body(i: tf.Tensor, totals: S, stack: Batch = stack) -> list[S]:
             micro_batch = tf.nest.map_structure(lambda t: tf.gather(t, i), stack)
-            values = fn(micro_batch)
-            return [total + value for total, value in zip(totals, values, strict=True)]
+            return [tf.nest.map_structure(tf.add, totals, fn(micro_batch))]
 
-        totals = loop(trip_count(stack), body, totals)
+        (totals,) = loop(trip_count(stack), body, [totals])
     return totals
 
 

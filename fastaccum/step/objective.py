@@ -24,7 +24,7 @@ class Objective:
         """Returns the scope of the forward and backward passes of a step."""
         return contextlib.nullcontext()
 
-    def prepare(self, stacks: Sequence[Any], counts: list[tf.Tensor] | None = None) -> Any:
+    def prepare(self, stacks: Sequence[Any], counts: Any = None) -> Any:
         """Computes what every micro-batch must know of the stacks, of which several devices have
         counted `counts`.
         """

@@ -126,11 +126,13 @@ class Padding:
         objective = self._objective
         trained = [raw(v) for v in objective.model.trainable_variables]
         with restored(self._state), tf.GradientTape() as tape:
-            terms, y_pred = objective.terms(batch, training=training, observe=False)
+            forward = objective.forward(batch, training=training, observe=False)
+            terms = forward.terms
             outputs = [
-                _steps_given(output, batch) for output in objective.outputs.predictions(y_pred)
+                _steps_given(output, batch)
+                for output in objective.outputs.predictions(forward.y_pred)
             ]
-            objective.update_metrics(batch, terms, y_pred, training)
+            objective.update_metrics(batch, forward, training)
             total = tf.add_n([term.loss_sum for term in terms])
             for number, output in enumerate(outputs):
                 factors = tf.random.stateless_normal(output.shape, seed=(2, number))

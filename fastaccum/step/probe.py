@@ -32,8 +32,9 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
         return mixing
 
     def forward(training: bool, batch: Batch) -> tuple[list[tf.Tensor], Mapping[str, tf.Tensor]]:
-        terms, y_pred = objective.terms(batch, training=training, observe=False)
-        return [t.loss_sum for t in terms], objective.update_metrics(batch, terms, y_pred, training)
+        computed = objective.forward(batch, training=training, observe=False)
+        logs = objective.update_metrics(batch, computed, training)
+        return [term.loss_sum for term in computed.terms], logs
 
     def traced(training: bool, **rows: None) -> ConcreteFunction:
         return traces.trace(functools.partial(forward, training), sample, **rows)

@@ -152,9 +152,11 @@ class UpdateByMicroBatch:
         """Adds the sums of a stack to those of the update, which begins with it if `is_first`."""
         held = self._held
         assert held is not None
-        counts = None if counts is None else tf.unstack(counts)
+        totals = None
+        if counts is not None:
+            totals = self._objective.unstack_counts(counts)
         with self._as_compiled():
-            sums = self._cycle.accumulate(stack, counts=counts, typical_weight=typical_weight)
+            sums = self._cycle.accumulate(stack, counts=totals, typical_weight=typical_weight)
 
         def add(variable: tf.Variable, value: tf.Tensor) -> None:
             variable.assign(tf.where(is_first, value, variable + value))

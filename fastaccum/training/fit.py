@@ -207,7 +207,7 @@ def describe_training(
     recipe = builder.recipe
     model = recipe.model
     variables: dict[str, Sequence[tf.Variable | keras.Variable]] = {
-        "model": [*model.variables, *model.state, *_weights_of_losses(recipe)],
+        "model": [*model.variables, *model.state, *_weights_of_losses(recipe, step)],
         "optimizer": recipe.optimizer.variables,
         "loss_scale": step.cycle.loss_scale.variables,
         "step": step.running.variables,
@@ -239,10 +239,11 @@ def describe_training(
     )
 
 
-def _weights_of_losses(recipe: Recipe) -> list[Variable]:
+def _weights_of_losses(recipe: Recipe, step: Step) -> list[Variable]:
     """Lists the variables among `loss_weights`, but for those of the model's own."""
     of_model = {id(raw(variable)) for variable in recipe.model.variables}
-    return [v for v in recipe.losses.weight_variables if id(raw(v)) not in of_model]
+    variables = step.objective.losses.weight_variables
+    return [v for v in variables if id(raw(v)) not in of_model]
 
 
 def train(

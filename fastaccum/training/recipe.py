@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from fastaccum import families
 from fastaccum.adapters import fingerprint, own_loss, own_methods
-from fastaccum.adapters.losses import Losses, sparse_labels
+from fastaccum.adapters.losses import Losses
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
@@ -34,7 +34,6 @@ class Recipe:
     optimizer: Optimizer
     losses: Losses
     metrics: Metrics
-    given: Mapping[str, object]  # "loss" and "loss_weights", as they were passed or compiled
     replicas: Replicas | None  # of the model's strategy
 
     @classmethod
@@ -46,13 +45,12 @@ class Recipe:
         own_methods.require_called(adapted)
         metrics = own_loss.with_compiled_defaults(adapted, compiled)
         trains = families.adapt_optimizer(metrics.pop("optimizer"), adapted.keras_module.optimizers)
-        losses = {name: metrics.pop(name) for name in ("loss", "loss_weights")}
+        losses = Losses(metrics.pop("loss"), metrics.pop("loss_weights"))
         found = cls(
             adapted,
             trains,
-            Losses(**losses),
-            Metrics(**metrics),
             losses,
+            Metrics(**metrics),
             replicas.replicas_for(adapted),
         )
         if found.replicas is not None:
@@ -61,7 +59,7 @@ class Recipe:
 
     @property
     def needs_targets(self) -> bool:
-        return self.given["loss"] is not None and not self.model.overrides("compute_loss")
+        return self.losses.loss is not None and not self.model.overrides("compute_loss")
 
     def require_replicas(self, options: Options) -> None:
         """Raises ValueError for an optimizer that is to be shared out, with no replicas to share
@@ -85,7 +83,7 @@ class Recipe:
         """
         arguments |= {
             "preprocess": self.model.preprocess,
-            "sparse_labels": sparse_labels(self.given["loss"]),
+            "sparse_labels": self.losses.take_class_indices,
         }
         arguments |= {"needs_targets": self.needs_targets, "text": self.takes_text(options)}
         return make_data_source(x, y, sample_weight, **arguments)
@@ -99,7 +97,8 @@ class RunFingerprint:
     def __init__(self, recipe: Recipe):
         self._recipe, self._replicas = recipe, recipe.replicas
         self._given = {
-            **recipe.given,
+            "loss": recipe.losses.loss,
+            "loss_weights": recipe.losses.loss_weights,
             **dict(zip(("metrics", "weighted_metrics"), recipe.metrics.user, strict=True)),
         }
         self.changes = state.ChangesOfTraining()

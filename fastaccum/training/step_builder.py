@@ -133,14 +133,14 @@ class StepBuilder:
         if not self._model.takes_targets_apart:
             # Targets for other outputs, on a program that exists, would be an obscure error of
             # tf.function's.
-            self.recipe.losses.require_targets(self.step.objective.outputs, sample.y)
+            objective = self.step.objective
+            objective.losses.require_targets(objective.outputs, sample.y)
         return self.step
 
     def _build(self, sample: Batch, options: Options) -> BuiltModel:
         """Calls the model symbolically, builds what trains it, and chooses `jit_compile`."""
         recipe = self.recipe
         model = self._model
-        losses = recipe.losses
         metrics = recipe.metrics
         recipe.require_replicas(options)
         self.fingerprint.require_one_program(options, sample)
@@ -165,9 +165,10 @@ class StepBuilder:
         if recipe.needs_targets or metrics.given:
             y_true, y_pred = model.matched(sample.x, y_true, y_pred)
         outputs = model.OUTPUTS(
-            model.output_names, y_pred, recipe.given["loss"], model.overrides("compute_loss")
+            model.output_names, y_pred, recipe.losses.loss, model.overrides("compute_loss")
         )
-        losses.build(outputs, y_true, model.takes_targets_apart)
+        replica_count = 1 if recipe.replicas is None else recipe.replicas.count
+        losses = recipe.losses.bind(outputs, y_true, replica_count, model.takes_targets_apart)
         names = losses.log_names
         metrics.build(outputs, y_true, names, model.own_metrics, model.own_reset, model.own_results)
 
@@ -286,7 +287,12 @@ class StepBuilder:
         return bool(is_faster_for_chief)
 
     def _compile(self, running: RunningState) -> None:
-        self._model.adopt(self.recipe.optimizer.optimizer, self.recipe.metrics, **self.recipe.given)
+        self._model.adopt(
+            self.recipe.optimizer.optimizer,
+            self.recipe.metrics,
+            loss=self.recipe.losses.loss,
+            loss_weights=self.recipe.losses.loss_weights,
+        )
         self._model.adopt_means(running.loss, running.losses)
         self._compilation = self._model.compilation
 
@@ -331,10 +337,12 @@ class StepBuilder:
         The model must have been called, which shows if its rows are coupled.
         """
         recipe = self.recipe
+        assert self.step is not None
+        losses = self.step.objective.losses
         exact_rows = (
             self._model.couples_rows
             or not recipe.needs_targets  # the loss is the model's own
-            or recipe.losses.need_exact_rows
+            or losses.need_exact_rows
             or recipe.metrics.need_exact_rows
         )
         return self._layout(
@@ -344,11 +352,13 @@ class StepBuilder:
     def evaluation_layout(self, options: Options, micro_batches: int) -> Layout:
         """Returns the layout of an evaluation's stacks, of `micro_batches` micro-batches each."""
         recipe = self.recipe
+        assert self.step is not None
+        losses = self.step.objective.losses
         exact_rows = (
             self._model.mixes_rows
             or self._model.couples_losses
-            or recipe.losses.need_exact_rows
-            or any(output.power for output in recipe.losses.outputs)
+            or losses.need_exact_rows
+            or any(output.power for output in losses.outputs)
             or not recipe.needs_targets  # the loss is the model's own
             or recipe.metrics.need_exact_rows
         )

@@ -4,7 +4,8 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters.losses import Losses, compute_term
+from fastaccum.adapters.loss_terms import compute_term
+from fastaccum.adapters.losses import Losses
 from fastaccum.adapters.outputs import Outputs
 from fastaccum.kernels import private
 
@@ -217,8 +218,8 @@ def test_a_loss_that_averages_over_rows_alone_is_refused():
     spec = keras.KerasTensor((ROWS, 2))
     outputs = Outputs(["out"], spec)
     with pytest.raises(ValueError, match="one loss per example"):
-        losses.build(outputs, spec)
-        losses.terms(outputs.matched(tf.zeros([ROWS, 2]), tf.ones([ROWS, 2]), None), {})
+        bound = losses.bind(outputs, spec)
+        bound.terms(outputs.matched(tf.zeros([ROWS, 2]), tf.ones([ROWS, 2]), None), {})
 
 
 def test_a_function_and_a_name_are_losses_too():
@@ -231,8 +232,7 @@ def test_a_function_and_a_name_are_losses_too():
         lambda y_true, y_pred: tf.reduce_mean((y_true - y_pred) ** 2, -1),
         LOSSES.MeanSquaredError(),
     ):
-        losses = Losses(each)
-        losses.build(outputs, spec)
+        losses = Losses(each).bind(outputs, spec)
         (only,) = losses.terms(batch, {})
         found.append((float(only.loss_sum), float(only.weight_sum)))
     assert found == [(9.0 * ROWS, ROWS)] * 3
@@ -254,7 +254,7 @@ def test_what_is_no_loss_is_refused(loss, error, message):
 def test_a_loss_without_a_reduction_is_refused(reduction):
     losses = Losses(LOSSES.MeanSquaredError(reduction=reduction))
     with pytest.raises(ValueError, match="reduction=None"):
-        losses.build(Outputs(["out"], keras.KerasTensor((2, 1))), keras.KerasTensor((2, 1)))
+        losses.bind(Outputs(["out"], keras.KerasTensor((2, 1))), keras.KerasTensor((2, 1)))
 
 
 class TestOutputs:
@@ -294,7 +294,7 @@ def test_a_loss_without_a_target_says_so():
     losses = Losses({"a": "mse", "b": "mse"})
     spec = keras.KerasTensor((2, 1))
     with pytest.raises(ValueError, match="Output 'b' has a loss but no target"):
-        losses.build(Outputs(["a", "b"], {"a": spec, "b": spec}), {"a": spec})
+        losses.bind(Outputs(["a", "b"], {"a": spec, "b": spec}), {"a": spec})
 
 
 @pytest.mark.parametrize("family", ["keras", "tf_keras"])
@@ -304,7 +304,7 @@ def test_only_labels_that_are_class_indices_are_observed(family):
     y_pred = {"a": tf.zeros([2, 1]), "b": tf.fill([2, CLASSES], 1 / 3)}
     y_true = {"a": tf.fill([2, 1], 99.0), "b": tf.constant([-1, 2])}
     outputs = Outputs(["a", "b"], y_pred)
-    losses.build(outputs, y_true)
+    losses = losses.bind(outputs, y_true)
     assert [output.classes for output in losses.outputs] == [None, CLASSES]
     # The ignored class is not out of range.
     assert [
@@ -319,7 +319,7 @@ def test_a_loss_that_compares_rows_is_that_of_each_micro_batch():
         tf.constant([0, 0, 1, 1]),
     )
     losses, outputs, loss = Losses(LOSSES.Circle()), Outputs(["a"], y_pred), LOSSES.Circle()
-    losses.build(outputs, labels)
+    losses = losses.bind(outputs, labels)
     assert losses.mixing == {"a": "circle"}
     (term,) = losses.terms(outputs.matched(labels, y_pred, None), {})
     np.testing.assert_allclose(term.loss_sum / term.weight_sum, loss(labels, y_pred), rtol=1e-6)
@@ -334,7 +334,7 @@ def test_a_loss_of_tensorflow_addons_that_compares_rows_is_that_of_each_micro_ba
     y_pred, labels = tf.fill([4, 4], 0.5), tf.eye(4) if name == "NpairsMultilabel" else tf.range(4)
     loss, outputs = getattr(fa.addons.losses, f"{name}Loss")(), Outputs(["a"], y_pred)
     losses = Losses(loss)
-    losses.build(outputs, labels)
+    losses = losses.bind(outputs, labels)
     assert list(losses.unproven) == ["a"]
     (term,) = losses.terms(outputs.matched(labels, y_pred, None), {})
     np.testing.assert_allclose(term.loss_sum / term.weight_sum, loss(labels, y_pred), rtol=1e-6)
@@ -354,7 +354,7 @@ class PairsOfRows(LOSSES.Loss):
 def test_a_loss_whose_call_operator_is_its_own_is_refused(kind):
     losses = Losses(kind())
     with pytest.raises(ValueError, match=rf"{kind.__name__}, whose __call__ .* compute_loss"):
-        losses.build(Outputs(["a"], tf.ones([4, 3])), tf.ones([4, 3]))
+        losses.bind(Outputs(["a"], tf.ones([4, 3])), tf.ones([4, 3]))
 
 
 IMAGES = np.random.default_rng(0).integers(0, 2, size=(10, 4, 4, 2)).astype("float32")
@@ -367,7 +367,7 @@ def test_the_error_of_a_whole_batch_loss_names_axes_that_train_as_in_keras(kind)
     # as many losses as there are rows may still be of all rows
     for axis in (0, (-4, 1), (0, 1, 2)):
         with pytest.raises(ValueError, match=f"compares the whole batch.*{axes}"):
-            Losses(kind(axis=axis)).build(Outputs(["mask"], spec), spec)
+            Losses(kind(axis=axis)).bind(Outputs(["mask"], spec), spec)
 
     def model():
         keras.utils.set_random_seed(1)
@@ -392,7 +392,7 @@ def test_an_output_may_have_no_loss():
     losses = Losses({"b": "mse"})
     spec = keras.KerasTensor((2, 1))
     outputs = Outputs(["a", "b"], [spec, spec])
-    losses.build(outputs, {"b": spec})
+    losses = losses.bind(outputs, {"b": spec})
     assert [(output.position, output.name) for output in losses.outputs] == [(1, "b")]
     batch = outputs.matched({"b": tf.zeros([2, 1])}, [tf.ones([2, 1]), tf.fill([2, 1], 3.0)], None)
     assert [float(each.loss_sum) for each in losses.terms(batch, {})] == [18.0]
@@ -408,7 +408,7 @@ def test_a_loss_of_a_distribution_gets_it_as_it_is():
 
     losses = Losses(lambda y, distribution: -distribution.log_prob(y))
     y = values(ROWS, 1)
-    losses.build(Outputs(["a"], keras.KerasTensor((ROWS, 1))), keras.KerasTensor((ROWS, 1)))
+    losses = losses.bind(Outputs(["a"], keras.KerasTensor((ROWS, 1))), keras.KerasTensor((ROWS, 1)))
     batch = Outputs(["a"], keras.KerasTensor((ROWS, 1))).matched(
         tf.constant(y), Distribution(), None
     )

@@ -280,9 +280,8 @@ def test_one_number_for_batches_of_unknown_length():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_outputs_of_half_precision_make_no_doubt(dtype):
-    losses = Losses(mse)
     spec = keras.KerasTensor((4, 3), dtype)
-    losses.build(Outputs(["a"], spec), spec)
+    losses = Losses(mse).bind(Outputs(["a"], spec), spec)
     assert not losses.unproven
 
 
@@ -319,7 +318,7 @@ def counted(y):
 def test_a_pair_that_does_not_add_up_is_refused(pair, reason):
     spec = keras.KerasTensor((4, 3))
     with pytest.raises(ValueError, match=f"its {reason}"):
-        Losses(pair).build(Outputs(["a"], spec), spec)
+        Losses(pair).bind(Outputs(["a"], spec), spec)
 
 
 def chosen_as_pair(y, p):
@@ -376,8 +375,7 @@ def add_up_where_large(y, p):
 )
 def test_mixing_that_few_or_small_numbers_hide_is_warned_of(loss):
     spec = keras.KerasTensor((4, 3))
-    losses = Losses(loss)
-    losses.build(Outputs(["a"], spec), spec)
+    losses = Losses(loss).bind(Outputs(["a"], spec), spec)
     assert list(losses.unproven) == ["a"]
 
 

@@ -132,11 +132,11 @@ def require_equal(make, *, y=Y, weights=None, trainer=None, **losses):
 def test_the_power_of_the_rows_is_found(name):
     loss, power = LOSSES[name]
     trainer = fa.Trainer(model(), optimizer(), loss, jit_compile=False)
-    trainer._builder.get_or_build(
+    step = trainer._builder.get_or_build(
         tf.nest.map_structure(lambda a: tf.TensorSpec([4, *a.shape[1:]]), Batch(X, Y)),
         trainer._present_options,
     )
-    assert [o.power for o in trainer._recipe.losses.outputs] == [power]
+    assert [o.power for o in step.objective.losses.outputs] == [power]
 
 
 variant = pytest.mark.variant

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters.losses import Output
+from fastaccum.adapters.losses import OutputLoss
 from fastaccum.memory import analysis, buffers, device, errors, guard
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
@@ -146,7 +146,7 @@ def test_the_first_run_is_rehearsed_if_copies_of_variables_do_not_fit(monkeypatc
 
 def output(classes, from_logits=True, **options):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=from_logits, **options)
-    return Output(0, "head", loss, 1.0, classes)
+    return OutputLoss(0, "head", loss, 1.0, classes)
 
 
 def test_advice(monkeypatch):
