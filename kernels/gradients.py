@@ -1,18 +1,22 @@
 """Sums the gradients of many micro-batches, and computes their norm and what unscales and clips.
 
-The sum is made in a loop, by a kernel or as one product.
+`GradientSums` chooses how each variable's gradient is summed: in a loop, by a kernel, or as one
+product.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from fastaccum.kernels.devices import has_gpu
-from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice
+from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice, in_xla
+
+# The tensors that a loop carries, by the variable's place.
+Carried = dict[int, list[tf.Tensor]]
 
 # The fewest elements of a matrix whose gradient is computed as one product. Adding a smaller one
 # costs too little to be worth another kind of loop: the accumulator stays in the cache.
@@ -21,55 +25,55 @@ SMALLEST_MATRIX = 2**16
 FEWEST_STEPS = 4
 
 
-class Accumulator(NamedTuple):
-    """The sum of a variable's gradients so far, as a micro-batch finds it."""
+class OfferedTotal(NamedTuple):
+    """The sum of a variable's gradients so far, which a kernel may add to."""
 
     total: tf.Tensor  # of the variable's shape, in float32 (float64 for float64 variables)
     noted: dict[Hashable, tf.Tensor]  # by the gradient's `ref`
 
     def note(self, gradient: tf.Tensor, total: tf.Tensor) -> None:
-        """Notes that `total` is the accumulator with `gradient` added.
+        """Notes that `total` is the sum so far with `gradient` added.
 
         The kernel must return `gradient`.
         """
         self.noted[gradient.ref()] = total
 
 
-class Accumulators:
-    """Accumulators of some variables, in the graph that a micro-batch is traced in.
+class OfferedTotals:
+    """Sums of gradients so far, offered to kernels in the graph that a micro-batch is traced in.
 
-    A kernel that finds a variable's accumulator computes, beside the gradient, the accumulator with
-    the gradient added in place. XLA drops the sum unless the gradient that the kernel returned
-    reaches the variable as it is.
+    A kernel that finds a variable's total computes, beside the gradient, the total with the
+    gradient added in place. XLA drops the sum unless the gradient that the kernel returned reaches
+    the variable as it is.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], totals: Sequence[tf.Tensor]):
         self._noted: dict[Hashable, tf.Tensor] = {}
-        self._of: dict[Hashable, Accumulator] = {}
+        self._by_variable: dict[Hashable, OfferedTotal] = {}
         for variable, total in zip(variables, totals, strict=False):
-            self._of[variable.ref()] = Accumulator(total, self._noted)
+            self._by_variable[variable.ref()] = OfferedTotal(total, self._noted)
         self._graph: tf.Graph | None = tf.compat.v1.get_default_graph()
 
     def close(self) -> None:
-        """Stops offering accumulators.
+        """Stops offering totals.
 
         A layer that the backward pass computes again would add its gradient twice.
         """
         self._graph = None
 
-    def find(self, variable: tf.Tensor | tf.Variable | None) -> Accumulator | None:
-        """Returns the accumulator of a variable, in the graph of the forward pass alone."""
+    def find(self, variable: tf.Tensor | tf.Variable | None) -> OfferedTotal | None:
+        """Returns the total of a variable, in the graph of the forward pass alone."""
         # What is traced in another graph, a branch or a loop's body, may run any number of times.
         if tf.compat.v1.get_default_graph() is not self._graph:
             return None
         if not isinstance(variable, tf.Variable):
             return None
-        return self._of.get(variable.ref())
+        return self._by_variable.get(variable.ref())
 
     def with_added(
         self, gradient: tf.Tensor | tf.IndexedSlices | None
     ) -> tuple[tf.Tensor, list[tf.Tensor]] | None:
-        """Returns the accumulator with a term of the gradient added, and the other terms.
+        """Returns the total with a term of the gradient added, and the other terms.
 
         Returns None if no kernel has added a term.
         """
@@ -200,12 +204,19 @@ class FactoredAccumulator:
     def add(
         self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor]
     ) -> list[tf.Tensor]:
-        pairs = zip(carried, terms, strict=True)
-        return [dynamic_update_slice(whole, term[tf.newaxis], [i, 0, 0]) for whole, term in pairs]
+        written = []
+        for whole, term in zip(carried, terms, strict=True):
+            written.append(dynamic_update_slice(whole, term[tf.newaxis], [i, 0, 0]))
+        return written
 
     def total(self, carried: list[tf.Tensor]) -> tf.Tensor:
+        factors = []
         written = iter(carried)
-        a, b = (next(written) if whole is None else whole for whole in self._wholes)
+        for whole in self._wholes:
+            if whole is None:
+                whole = next(written)
+            factors.append(whole)
+        a, b = factors
         a = tf.reshape(a, [-1, a.shape[-1]])
         b = tf.reshape(b, [-1, b.shape[-1]])
         if a.dtype in HALF:
@@ -270,6 +281,128 @@ def _source(tensor: tf.Tensor) -> tf.Tensor:
 
 def _bytes(tensor: tf.Tensor) -> int:
     return math.prod(tensor.shape) * tensor.dtype.size
+
+
+class TotalsBefore(NamedTuple):
+    """Totals that a stack's micro-batches are added to, by the variable's place."""
+
+    gradients: list[tf.Tensor]
+    looked_up: list[tf.Tensor]  # bool [rows]; of tables alone it has a meaning
+
+
+def totals_before(
+    variables: Sequence[tf.Variable],
+    sums: Sequence[tf.Tensor | None],
+    looked_up: Mapping[int, tf.Tensor],
+) -> TotalsBefore:
+    """Returns the totals of the stacks so far, with zeros where there are none."""
+    totals = [tf.zeros(v.shape, accumulator_dtype(v.dtype)) for v in variables]
+    for j, total in enumerate(sums):
+        if total is not None:
+            totals[j] = total
+    rows_looked_up = [tf.zeros(v.shape[:1], tf.bool) for v in variables]
+    for j, rows in looked_up.items():
+        rows_looked_up[j] = rows
+    return TotalsBefore(totals, rows_looked_up)
+
+
+def offered_specs(before: TotalsBefore, steps: int) -> list[tf.TensorSpec]:
+    """Returns the specs of the totals that kernels may add to: one a variable, or none at all."""
+    # Only XLA adds to a part of a tensor in place. A single micro-batch would add to zeros.
+    if not in_xla() or steps == 1:
+        return []
+    return [tf.TensorSpec.from_tensor(total) for total in before.gradients]
+
+
+class GradientSums:
+    """Sums the gradients of a stack's micro-batches, each variable's in its own way.
+
+    It is made from the gradients of one traced micro-batch, and equals
+
+        for i in range(steps):
+            total += gradient(i)
+
+    in a loop that carries what the variables' accumulators need:
+
+        carried = sums.start()
+        for i in range(steps):
+            carried = sums.add(i, carried, terms_of_micro_batch_i)
+        totals = sums.totals(carried)
+
+    Args:
+        before: the totals of earlier stacks.
+        grads: the gradients of a micro-batch; None for variables that the loss does not reach.
+        offered: the totals that kernels were offered while it was traced.
+        steps: the number of micro-batches.
+        wholes: tensors of all micro-batches, by the `ref` of the part of each in one micro-batch.
+        notes_lookups: notes which rows of a table occurred.
+
+    Attributes:
+        terms: what a micro-batch hands to `add`, by the place of each variable that it reaches.
+    """
+
+    def __init__(
+        self,
+        before: TotalsBefore,
+        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+        offered: OfferedTotals,
+        steps: int,
+        wholes: Mapping[Hashable, tf.Tensor],
+        notes_lookups: bool,
+    ):
+        self._accumulators: dict[int, SumAccumulator | FactoredAccumulator] = {}
+        for j, gradient in enumerate(grads):
+            if gradient is None:
+                continue
+            total = before.gradients[j]
+            added = offered.with_added(gradient)
+            if added is not None:
+                total_after, other_terms = added
+                self._accumulators[j] = AddedAccumulator(total, total_after, other_terms)
+            elif isinstance(gradient, tf.IndexedSlices) and notes_lookups:
+                self._accumulators[j] = LookupAccumulator(total, gradient, before.looked_up[j])
+            else:
+                self._accumulators[j] = accumulator(
+                    total, gradient, steps, lambda t: wholes.get(t.ref())
+                )
+        self.terms = {j: accumulator.terms for j, accumulator in self._accumulators.items()}
+
+    def start(self) -> Carried:
+        """Returns what the loop carries before the first micro-batch."""
+        return {j: accumulator.start() for j, accumulator in self._accumulators.items()}
+
+    def offered(self, specs: Sequence[tf.TensorSpec], carried: Carried) -> list[tf.Tensor]:
+        """Returns the totals so far, from what the loop carries, for kernels that add to them."""
+        totals = []
+        for j, spec in enumerate(specs):
+            if isinstance(self._accumulators.get(j), AddedAccumulator):
+                totals.append(carried[j][0])
+            else:
+                # Those that no kernel adds to are not read. Zeros from outside would be copied into
+                # the loop in an order that differs from process to process, and with it the name by
+                # which a compiled program is found again.
+                totals.append(tf.zeros(spec.shape, spec.dtype))
+        return totals
+
+    def add(self, i: tf.Tensor, carried: Carried, terms: Mapping[int, list[tf.Tensor]]) -> Carried:
+        """Adds the terms of micro-batch `i` to what the loop carries.
+
+        Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the
+        matmul.
+        """
+        return {j: each.add(i, carried[j], terms[j]) for j, each in self._accumulators.items()}
+
+    def totals(self, carried: Carried) -> dict[int, tf.Tensor]:
+        """Returns the sums over all micro-batches by place, from what the loop carried out."""
+        return {j: each.total(carried[j]) for j, each in self._accumulators.items()}
+
+    def looked_up(self, carried: Carried) -> dict[int, tf.Tensor]:
+        """Returns which rows of a table occurred, by place: bool [rows]."""
+        rows = {}
+        for j, accumulator in self._accumulators.items():
+            if isinstance(accumulator, LookupAccumulator):
+                rows[j] = accumulator.met(carried[j])
+        return rows
 
 
 class Reduced(NamedTuple):

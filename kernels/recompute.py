@@ -13,7 +13,7 @@ from fastaccum.kernels import private
 from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
-from fastaccum.kernels.gradients import Accumulator
+from fastaccum.kernels.gradients import OfferedTotal
 from fastaccum.kernels.recomputed_function import (
     DRAWS,
     Gradient,
@@ -359,7 +359,7 @@ class _Block(RecomputedFunction, Generic[R]):
             values.append(value)
         return values
 
-    def accumulators(self) -> list[Accumulator | None]:
+    def accumulators(self) -> list[OfferedTotal | None]:
         """Returns the accumulators of the variables' gradients, where the step offers them."""
         return [accumulator_of(self._variables.get(id(state.outer))) for state in self._states]
 
@@ -449,7 +449,7 @@ def _places_of_graph(layers: Sequence[keras.layers.Layer], graph: tf.Graph) -> l
 
 
 def _in_turn(
-    gradients: list[Gradient], count: int, accumulators: list[Accumulator | None]
+    gradients: list[Gradient], count: int, accumulators: list[OfferedTotal | None]
 ) -> list[Gradient]:
     """Makes the first `count` gradients wait until accumulators have had the others added.
 

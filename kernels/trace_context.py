@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from fastaccum.kernels.gradients import Accumulator, Accumulators
+from fastaccum.kernels.gradients import OfferedTotal, OfferedTotals
 
 # Finds the cast of a variable, or of a function with its arguments, to a dtype.
 Find = Callable[[object, tf.DType], "tf.Tensor | None"]
@@ -34,7 +34,7 @@ NO_CASTS = Casts()
 class TraceContext:
     """Holds what kernels find while a micro-batch's forward and backward pass are traced."""
 
-    accumulators: Accumulators | None = None  # that a kernel may add to in its backward pass
+    accumulators: OfferedTotals | None = None  # that a kernel may add to in its backward pass
     # half-precision casts of weights, made before the loop over micro-batches
     casts: Casts = NO_CASTS
     names: Names | None = None  # collects what `checkpoint_name` names, where somebody asks for it
@@ -66,7 +66,7 @@ def current() -> TraceContext:
     return _current.get()
 
 
-def accumulator_of(variable: tf.Tensor | tf.Variable | None) -> Accumulator | None:
+def accumulator_of(variable: tf.Tensor | tf.Variable | None) -> OfferedTotal | None:
     """Returns the accumulator of a variable that a kernel's forward pass reads; None where the step
     offers none.
     """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
@@ -18,7 +19,7 @@ from fastaccum.data.stacks import trip_count
 from fastaccum.families import adapt_optimizer
 from fastaccum.kernels import gradients, trace_context
 from fastaccum.kernels.rounded import hoisted_casts
-from fastaccum.kernels.xla_ops import in_xla, loop, turns_at_once
+from fastaccum.kernels.xla_ops import loop, turns_at_once
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.objective import LossFunction, Objective, listed, tf_variables
@@ -72,37 +73,6 @@ class Share(NamedTuple):
     # The sum of squares of each variable's unscaled gradient, from the device that has it: float32
     # [variables].
     squares: tf.Tensor
-
-
-Accumulator: TypeAlias = "gradients.SumAccumulator | gradients.FactoredAccumulator"
-
-
-class _RunningTotals(NamedTuple):
-    """Totals that a stack's micro-batches are added to, by the variable's place."""
-
-    gradients: list[tf.Tensor]
-    looked_up: list[tf.Tensor]  # bool [rows]; of tables alone it has a meaning
-
-
-class _Forward(NamedTuple):
-    """The results of a micro-batch's forward pass."""
-
-    loss_sum: tf.Tensor
-    weight_sum: tf.Tensor
-    scaled_loss: tf.Tensor  # what the gradient is taken of
-    tape: tf.GradientTape
-
-
-class _MicroStep(NamedTuple):
-    """The trace of one micro-batch, forward and backward."""
-
-    # `program(i, offered totals)` returns the loss sum, the weight sum, and the terms that
-    # micro-batch i adds to each accumulator.
-    program: ConcreteFunction
-    # By the place of each variable that the loss reaches.
-    accumulators: dict[int, Accumulator]
-    # Of the totals that kernels may add to: one for each variable, or none at all.
-    offered_specs: list[tf.TensorSpec]
 
 
 class TrainStep:
@@ -205,7 +175,7 @@ class TrainStep:
     def accumulate(
         self,
         *stacks: arguments.Arrays,
-        counts: list[tf.Tensor] | None = None,
+        counts: Any = None,
         typical_weight: float | tf.Tensor | None = None,
     ) -> Accumulated:
         """Sums gradients, losses and weights over the micro-batches of the stacks.
@@ -242,109 +212,65 @@ class TrainStep:
     def _loop(self, stack: object, prepared: object, sums: Accumulated) -> Accumulated:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
         micro_batches = trip_count(stack)
-        before = self._totals_before(sums)
-        micro_step = self._trace_micro_step(stack, prepared, sums.scale, before)
-        accumulators = micro_step.accumulators
+        before = gradients.totals_before(self.variables, sums.gradients, sums.looked_up)
+        weights = self._read_weights()
 
-        def body(i, loss_sum, weight_sum, carried):
-            loss_i, weight_i, terms = micro_step.program(i, _offered_totals(micro_step, carried))
+        def forward_and_backward(i, offered_totals):
+            micro_batch = _micro_batch_at(stack, i)
+            offered = gradients.OfferedTotals(self.variables, offered_totals)
+            casts = hoisted_casts(weights)
+            with trace_context.current().extended(accumulators=offered, casts=casts):
+                # The tape is inside the loop: one around it would keep every micro-batch's
+                # activations.
+                with tf.GradientTape(watch_accessed_variables=False) as tape:
+                    tape.watch(self.variables)
+                    with tf.name_scope("forward"):
+                        loss_sum, weight_sum = _scalars(self.objective.sums(micro_batch, prepared))
+                        scaled_loss = loss_sum * tf.cast(sums.scale, loss_sum.dtype)
+                offered.close()
+                with tf.name_scope("backward"), _slices_may_become_dense():
+                    grads = tape.gradient(scaled_loss, self.variables)
+            gradient_sums = gradients.GradientSums(
+                before,
+                grads,
+                offered,
+                micro_batches,
+                wholes=_wholes_by_slice(micro_batch, stack),
+                notes_lookups=self.optimizer.needs_lookups,
+            )
+            return (loss_sum, weight_sum, gradient_sums.terms), gradient_sums
+
+        # What the loop carries follows from the gradients that come out of one micro-batch, which
+        # is therefore traced as a function of its own.
+        offered_specs = gradients.offered_specs(before, micro_batches)
+        micro_step, gradient_sums = _trace(
+            forward_and_backward, tf.TensorSpec([], tf.int32), offered_specs
+        )
+
+        def add_micro_batch(i, loss_sum, weight_sum, carried):
+            loss_i, weight_i, terms = micro_step(i, gradient_sums.offered(offered_specs, carried))
             with tf.name_scope("accumulate"):
-                # Nothing may stand between a gradient and its add, or XLA cannot fuse the add into
-                # the matmul.
-                carried = {
-                    j: accumulator.add(i, carried[j], terms[j])
-                    for j, accumulator in accumulators.items()
-                }
+                carried = gradient_sums.add(i, carried, terms)
                 loss_sum = loss_sum + tf.cast(loss_i, tf.float32)
                 weight_sum = weight_sum + tf.cast(weight_i, tf.float32)
             return [loss_sum, weight_sum, carried]
 
-        start = {j: accumulator.start() for j, accumulator in accumulators.items()}
         loss_sum, weight_sum, carried = loop(
             micro_batches,
-            body,
-            [sums.loss_sum, sums.weight_sum, start],
-            turns_at_once(micro_step.program),
+            add_micro_batch,
+            [sums.loss_sum, sums.weight_sum, gradient_sums.start()],
+            turns_at_once(micro_step),
         )
-
-        totals = list(sums.gradients)
-        looked_up = {}
         with tf.name_scope("accumulate"):
-            for j, accumulator in accumulators.items():
-                totals[j] = accumulator.total(carried[j])
-                if isinstance(accumulator, gradients.LookupAccumulator):
-                    looked_up[j] = accumulator.met(carried[j])
-        return sums._replace(
-            gradients=totals, loss_sum=loss_sum, weight_sum=weight_sum, looked_up=looked_up
-        )
-
-    def _totals_before(self, sums: Accumulated) -> _RunningTotals:
-        """Returns the totals that the sums have so far, with zeros where they have none."""
-        totals = [tf.zeros(v.shape, gradients.accumulator_dtype(v.dtype)) for v in self.variables]
-        for j, total in enumerate(sums.gradients):
-            if total is not None:
+            totals = list(sums.gradients)
+            for j, total in gradient_sums.totals(carried).items():
                 totals[j] = total
-        looked_up = [tf.zeros(v.shape[:1], tf.bool) for v in self.variables]
-        for j, rows in sums.looked_up.items():
-            looked_up[j] = rows
-        return _RunningTotals(totals, looked_up)
-
-    def _trace_micro_step(
-        self, stack: object, prepared: object, scale: tf.Tensor, before: _RunningTotals
-    ) -> _MicroStep:
-        """Traces the forward and the backward pass of one micro-batch of the stack.
-
-        The trace is a function of its own: what the loop carries follows from the gradients that
-        come out of it.
-        """
-        micro_batches = trip_count(stack)
-        weights = self._read_weights()
-        offered_specs = []
-        # Only XLA adds to a part of a tensor in place. A single micro-batch would add to zeros.
-        if in_xla() and micro_batches > 1:
-            offered_specs = [tf.TensorSpec.from_tensor(total) for total in before.gradients]
-
-        def micro_step(i, offered_totals):
-            micro_batch = _micro_batch_at(stack, i)
-            offered = gradients.Accumulators(self.variables, offered_totals)
-            casts = hoisted_casts(weights)
-            with trace_context.current().extended(accumulators=offered, casts=casts):
-                forward = self._forward(micro_batch, prepared, scale)
-                offered.close()
-                grads = self._backward(forward)
-            wholes = _wholes_by_slice(micro_batch, stack)
-            accumulators = self._choose_accumulators(grads, offered, before, micro_batches, wholes)
-            terms = {j: accumulator.terms for j, accumulator in accumulators.items()}
-            return (forward.loss_sum, forward.weight_sum, terms), accumulators
-
-        program, accumulators = _trace(micro_step, tf.TensorSpec([], tf.int32), offered_specs)
-        return _MicroStep(program, accumulators, offered_specs)
-
-    def _choose_accumulators(
-        self,
-        grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
-        offered: gradients.Accumulators,
-        before: _RunningTotals,
-        micro_batches: int,
-        wholes: Mapping[Hashable, tf.Tensor],
-    ) -> dict[int, Accumulator]:
-        """Chooses how the gradients of a micro-batch are added up, by the variable's place."""
-        accumulators: dict[int, Accumulator] = {}
-        for j, gradient in enumerate(grads):
-            if gradient is None:
-                continue
-            total = before.gradients[j]
-            added = offered.with_added(gradient)
-            if added is not None:
-                total_after, other_terms = added
-                accumulators[j] = gradients.AddedAccumulator(total, total_after, other_terms)
-            elif isinstance(gradient, tf.IndexedSlices) and self.optimizer.needs_lookups:
-                accumulators[j] = gradients.LookupAccumulator(total, gradient, before.looked_up[j])
-            else:
-                accumulators[j] = gradients.accumulator(
-                    total, gradient, micro_batches, lambda t: wholes.get(t.ref())
-                )
-        return accumulators
+        return sums._replace(
+            gradients=totals,
+            loss_sum=loss_sum,
+            weight_sum=weight_sum,
+            looked_up=gradient_sums.looked_up(carried),
+        )
 
     def _read_weights(self) -> list[tuple[Variable, tf.Tensor]]:
         """Reads the trained variables that keep their values while micro-batches are computed."""
@@ -356,23 +282,6 @@ class TrainStep:
             if id(variable) not in moving:
                 weights.append((trained, variable.read_value()))
         return weights
-
-    def _forward(self, micro_batch: object, prepared: object, scale: tf.Tensor) -> _Forward:
-        """Computes the loss sum and the weight sum of a micro-batch, under a tape."""
-        # The tape is inside the loop: one around it would keep every micro-batch's activations.
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(self.variables)
-            with tf.name_scope("forward"):
-                loss_sum, weight_sum = _scalars(self.objective.sums(micro_batch, prepared))
-                scaled_loss = loss_sum * tf.cast(scale, loss_sum.dtype)
-        return _Forward(loss_sum, weight_sum, scaled_loss, tape)
-
-    def _backward(self, forward: _Forward) -> list[tf.Tensor | tf.IndexedSlices | None]:
-        """Computes the gradients of the scaled loss sum."""
-        with tf.name_scope("backward"), warnings.catch_warnings():
-            # Accumulators take a table of slices apart again.
-            warnings.filterwarnings("ignore", "Converting sparse IndexedSlices to a dense Tensor")
-            return forward.tape.gradient(forward.scaled_loss, self.variables)
 
     def finish(
         self, sums: Accumulated, accepted: tf.Tensor | bool = True, share: Share | None = None
@@ -490,18 +399,12 @@ def _wholes_by_slice(micro_batch: object, stack: object) -> dict[Hashable, tf.Te
     return wholes
 
 
-def _offered_totals(micro_step: _MicroStep, carried: dict[int, list[tf.Tensor]]) -> list[tf.Tensor]:
-    """Returns the totals so far, from what the loop carries, for the kernels that add to them."""
-    totals = []
-    for j, spec in enumerate(micro_step.offered_specs):
-        if isinstance(micro_step.accumulators.get(j), gradients.AddedAccumulator):
-            totals.append(carried[j][0])
-        else:
-            # Those that no kernel adds to are not read. Zeros from outside would be copied into the
-            # loop in an order that differs from process to process, and with it the name by which a
-            # compiled program is found again.
-            totals.append(tf.zeros(spec.shape, spec.dtype))
-    return totals
+@contextlib.contextmanager
+def _slices_may_become_dense() -> Iterator[None]:
+    """Silences TensorFlow's warning of a dense table of slices: the sums take it apart again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Converting sparse IndexedSlices to a dense Tensor")
+        yield
 
 
 def _trace(function: Callable[..., tuple[object, R]], *specs: object) -> tuple[ConcreteFunction, R]:

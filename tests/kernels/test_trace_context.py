@@ -6,14 +6,14 @@ import tensorflow as tf
 import fastaccum as fa
 from fastaccum.kernels import trace_context
 from fastaccum.kernels.checkpoint_name import checkpoint_name, collected_names
-from fastaccum.kernels.gradients import Accumulators
+from fastaccum.kernels.gradients import OfferedTotals
 from fastaccum.kernels.trace_context import TraceContext, accumulator_of
 
 
 def test_an_extension_keeps_the_rest_and_ends_with_its_block():
     with tf.Graph().as_default():
         variable = tf.Variable([1.0])
-        context = TraceContext(Accumulators([variable], [tf.zeros([1])]))
+        context = TraceContext(OfferedTotals([variable], [tf.zeros([1])]))
         with context.entered():
             with collected_names() as names:
                 named = checkpoint_name(tf.zeros([1]), "inner")
@@ -33,7 +33,7 @@ def test_an_error_leaves_no_context():
 def test_closed_accumulators_are_offered_no_more():
     with tf.Graph().as_default():
         variable = tf.Variable([1.0])
-        accumulators = Accumulators([variable], [tf.zeros([1])])
+        accumulators = OfferedTotals([variable], [tf.zeros([1])])
         with TraceContext(accumulators).entered():
             assert accumulator_of(variable) is not None
             accumulators.close()
