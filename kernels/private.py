@@ -140,15 +140,8 @@ PLACES: dict[str, Place] = {
     ),
     "context": Place(
         ("tensorflow.python.eager.context",),
-        "calling a program without TensorFlow's layers of Python; telling other workers of an "
-        "error",
-        "a tenth of the speed of tiny models, reading a program's XLA, and training on several "
-        "workers",
-    ),
-    "InterpolateRuntimeError": Place(
-        ("tensorflow.python.eager.polymorphic_function.atomic_function:InterpolateRuntimeError",),
-        "naming the layer in an error of a running program",
-        "that name: errors then name graph nodes",
+        "reading a program's XLA; telling other workers of an error",
+        "reading a program's XLA, and training on several workers",
     ),
     "lift_to_graph": Place(
         ("tensorflow.python.eager.lift_to_graph:lift_to_graph",),
@@ -304,12 +297,9 @@ def _version(package: str) -> str:
 # Attributes of TensorFlow's objects.
 
 call_flat = Method(
-    "_call_flat", of="ConcreteFunction", serves="calling a program with another replica's variables"
-)
-inference_function = Attribute(
-    "_inference_function",
+    "_call_flat",
     of="ConcreteFunction",
-    serves="calling a program without TensorFlow's layers of Python",
+    serves="calling a program with little Python, and with another replica's variables",
 )
 is_jit_compiled = Attribute("_jit_compile", of="tf.function", serves="telling an XLA program")
 get_function = Method(

@@ -48,7 +48,7 @@ PRIVATE = re.compile(r"(tensorflow\.(python|compiler)|(tf_)?keras\.src)(\.\w+)*"
 KNOWS_PRIVATE = "kernels/private.py"
 
 # One context decides what a program computes; the other only says who hears of compilation.
-MAY_HOLD_CONTEXT = ("kernels/trace_context.py", "fastaccum/step/program.py")
+MAY_HOLD_CONTEXT = ("kernels/trace_context.py", "fastaccum/step/announcements.py")
 
 # What a tuple's class offers under such names is public.
 OF_NAMED_TUPLES = ("_asdict", "_fields", "_replace")

@@ -96,7 +96,7 @@ def _first_step(sizes: dict[str, Any], folder: str) -> dict[str, Any]:
     import numpy as np
 
     import fastaccum as fa
-    from fastaccum.step import program
+    from fastaccum.step import announcements
 
     keras.utils.set_random_seed(0)
     model, ids, said = fa.gpt(**sizes), np.arange(512, dtype=np.int32).reshape(2, 4, 64) % 256, []
@@ -105,7 +105,7 @@ def _first_step(sizes: dict[str, Any], folder: str) -> dict[str, Any]:
     trainer = fa.Trainer(
         model, "adamw", loss, gradient_accumulation_steps=2, compile_cache=folder or None
     )
-    with program.announce(said.append):
+    with announcements.announce(said.append):
         float(trainer.train_step((ids, ids)).loss)
     first, used = time.perf_counter() - start, time.process_time() - used
     for _ in range(3):

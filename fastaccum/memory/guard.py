@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import tensorflow as tf
 
+from fastaccum.kernels import private
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory import analysis
 from fastaccum.memory.buffers import StepMemory
@@ -17,7 +18,6 @@ from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physic
 from fastaccum.memory.errors import OutOfMemoryError, explain, in_units
 from fastaccum.memory.planner import divisors, largest_that_fits
 from fastaccum.step.compiler_ir import MemoryAnalysis
-from fastaccum.step.program import preserve_variables
 from fastaccum.step.step import FirstRun, Step
 
 _TO_COMPILE = 2**30  # bytes without which compiling could end the process
@@ -171,6 +171,29 @@ class Guard:
             with contextlib.suppress(tf.errors.OpError, MemoryError):
                 self._memory = analysis.measure(self._step, analysis.compile_programs(run.programs))
         return self._memory
+
+
+@contextlib.contextmanager
+def preserve_variables(handles: Iterable[tf.Tensor]) -> Iterator[None]:
+    """Keeps the values of a program's variables through a failure of its run inside the block."""
+    # XLA writes results over variables, and may run out of memory once these are freed. Variables
+    # that are held elsewhere it leaves as they are.
+    variables = []
+    for handle in handles:
+        if handle.dtype == tf.resource:
+            kind = private.get_eager_safe_handle_data(handle).shape_and_type[0]
+            variables.append((handle, kind.dtype))
+    values = []
+    for handle, dtype in variables:
+        values.append(tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype))
+    yield
+    values.clear()
+    # XLA does not write over what it has allocated, then or later: the variables go back to memory
+    # of TensorFlow's.
+    for handle, dtype in variables:
+        with tf.device(handle.device):
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=dtype)
+            tf.raw_ops.AssignVariableOp(resource=handle, value=tf.raw_ops.DeepCopy(x=value))
 
 
 def _rehearse(memory: StepMemory) -> None:

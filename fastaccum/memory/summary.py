@@ -190,7 +190,6 @@ def _list_compiled(step: Step) -> tuple[Compiled, ...]:
     compiled = []
     for name, program in step.programs.items():
         for signature, seconds in program.seconds.items():
-            _, *leaves = signature  # after the structure of the arguments
-            shapes = tuple(tuple(shape) for _, shape, _ in leaves if shape)
-            compiled.append(Compiled(name, shapes, seconds))
+            shapes = [shape for shape in signature.shapes if shape]
+            compiled.append(Compiled(name, tuple(shapes), seconds))
     return tuple(compiled)

@@ -14,7 +14,8 @@ from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import diagnosis
 from fastaccum.step.built_model import BuiltModel
 from fastaccum.step.model_objective import ModelObjective
-from fastaccum.step.program import Program, Retraces, make_programs
+from fastaccum.step.program import Program, make_programs
+from fastaccum.step.retraces import Retraces
 from fastaccum.step.running_state import Executed
 from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import StepResult, TrainStep

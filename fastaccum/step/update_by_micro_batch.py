@@ -16,7 +16,8 @@ from fastaccum.basics.attributes import replaced
 from fastaccum.data.stacks import Batch
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.step.model_objective import ModelObjective
-from fastaccum.step.program import Program, Retraces, make_programs
+from fastaccum.step.program import Program, make_programs
+from fastaccum.step.retraces import Retraces
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import Accumulated, TrainStep
 

@@ -26,7 +26,7 @@ from fastaccum.distribute.replicas import Replicas
 from fastaccum.graphs import jit_choice
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.memory.planner import Plan
-from fastaccum.step import diagnosis, program
+from fastaccum.step import announcements, diagnosis
 from fastaccum.step.options import Options, Schedule
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation
@@ -271,7 +271,7 @@ def train(
         saver,
         builder.fitting(step),
         reading(stacks, evaluation),
-        program.announce(callbacks.announce),
+        announcements.announce(callbacks.announce),
     ):
         position = saver.resume(describe, schedule.initial_epoch, schedule.epochs, verbose)
         if saver.changed_constants:

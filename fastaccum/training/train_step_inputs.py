@@ -13,7 +13,8 @@ from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.layers import remat
 from fastaccum.step.options import Options
-from fastaccum.step.program import Program, flatten
+from fastaccum.step.program import Program
+from fastaccum.step.signatures import flatten
 from fastaccum.step.step import PendingStep, Step
 from fastaccum.step.train_step import StepResult
 from fastaccum.training.step_builder import StepBuilder

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import fastaccum as fa
-from fastaccum.step import program
+from fastaccum.step import announcements
 
 
 def main(folder, *changes):
@@ -28,7 +28,7 @@ def main(folder, *changes):
         for change in changes:
             exec(change, {})
         x = np.random.default_rng(0).normal(size=(2, 4, 8)).astype("float32")
-        with program.announce(said.append):
+        with announcements.announce(said.append):
             for _ in range(3):
                 trainer.train_step((x, x[..., :1]))
     weights = hashlib.sha256(b"".join(np.asarray(w).tobytes() for w in model.weights)).hexdigest()

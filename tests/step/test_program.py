@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.step.program import Program, Retraces, make_programs
+from fastaccum.step.program import Program, make_programs
+from fastaccum.step.retraces import Retraces
 
 Pair = collections.namedtuple("Pair", "first second")
 
