@@ -1,13 +1,15 @@
-"""What every suite along an axis (micro-batches, depth, sequence length) measures at each of its
-points.
-"""
+"""Records the charts of every suite along an axis: micro-batches, depth, sequence length."""
 
 import statistics
 
 
-def fraction(footprint, times, rate):
-    """Of the matmul rate: the FLOP/s of an update, counting only what it must compute, over the
-    rate.
+def fraction_of_matmul_rate(footprint, times, rate):
+    """Returns the FLOP/s of an update, without recomputation, as a fraction of a matmul's.
+
+    Args:
+        footprint: the `Footprint` of the update.
+        times: seconds an update, one for each round.
+        rate: FLOP/s of a matmul in the same run.
     """
     return footprint.flops / statistics.median(times) / rate
 
@@ -25,15 +27,15 @@ def record(series, axis, line, footprints, times, rate, items, item):
         item: "example" or "token".
     """
     places = list(footprints)
-    charts = {
-        (f"time per {item}", "ms"): [1e3 * statistics.median(times[p]) / items for p in places],
-        ("fraction of the matmul rate", ""): [
-            fraction(footprints[p], times[p], rate) for p in places
-        ],
-        ("first step", "s"): [footprints[p].first_step for p in places],
-        ("XLA temp memory", "MB"): [footprints[p].temp_bytes / 1e6 for p in places],
-        ("process peak memory", "MB"): [footprints[p].process_bytes / 1e6 for p in places],
-    }
-    for (what, unit), values in charts.items():
-        label = f"{what}, {unit}" if unit else what
-        series(f"{what} against {axis}", line, places, values, axis, label)
+
+    def add(chart, unit, values):
+        label = f"{chart}, {unit}" if unit else chart
+        series(f"{chart} against {axis}", line, places, values, axis, label)
+
+    milliseconds = [1e3 * statistics.median(times[place]) / items for place in places]
+    add(f"time per {item}", "ms", milliseconds)
+    fractions = [fraction_of_matmul_rate(footprints[p], times[p], rate) for p in places]
+    add("fraction of the matmul rate", "", fractions)
+    add("first step", "s", [footprints[place].first_step for place in places])
+    add("XLA temp memory", "MB", [footprints[place].temp_bytes / 1e6 for place in places])
+    add("process peak memory", "MB", [footprints[place].process_bytes / 1e6 for place in places])

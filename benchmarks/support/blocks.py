@@ -1,11 +1,11 @@
-"""Blocks of convolutional networks, each a function of a tensor, as `jit_forms` and `models` stack
-them.
-"""
+"""Blocks of convolutional networks, each a function of a tensor."""
 
 from keras import layers as kl
 
 
 def convolved(filters, size=3, strides=1, **options):
+    """Returns a block of Conv2D without a bias, BatchNormalization and ReLU."""
+
     def block(x):
         x = kl.Conv2D(filters, size, strides, "same", use_bias=False, **options)(x)
         return kl.ReLU()(kl.BatchNormalization()(x))
@@ -14,49 +14,64 @@ def convolved(filters, size=3, strides=1, **options):
 
 
 def residual(filters, strides=1):
+    """Returns a residual block of two convolutions, its shortcut a convolution if it strides."""
+
     def block(x):
-        y = convolved(filters)(convolved(filters, strides=strides)(x))
-        return kl.Add()([y, x if strides == 1 else kl.Conv2D(filters, 1, strides)(x)])
+        y = convolved(filters, strides=strides)(x)
+        y = convolved(filters)(y)
+        if strides != 1:
+            x = kl.Conv2D(filters, 1, strides)(x)
+        return kl.Add()([y, x])
 
     return block
 
 
 def inverted(filters, strides=1, excite=False):
-    """A block of MobileNetV2, or with `excite` of EfficientNet."""
+    """Returns a block of MobileNetV2, or with `excite` of EfficientNet."""
 
     def block(x):
         y = convolved(4 * x.shape[-1], 1)(x)
-        y = kl.DepthwiseConv2D(5 if excite else 3, strides, "same", use_bias=False)(y)
-        y = kl.Activation("silu" if excite else "relu6")(kl.BatchNormalization()(y))
+        kernel_size = 5 if excite else 3
+        y = kl.DepthwiseConv2D(kernel_size, strides, "same", use_bias=False)(y)
+        y = kl.BatchNormalization()(y)
+        y = kl.Activation("silu" if excite else "relu6")(y)
         if excite:
-            weights = kl.Dense(x.shape[-1] // 4, "silu")(
-                kl.GlobalAveragePooling2D(keepdims=True)(y)
-            )
+            mean = kl.GlobalAveragePooling2D(keepdims=True)(y)
+            weights = kl.Dense(x.shape[-1] // 4, "silu")(mean)
             y = kl.Multiply()([y, kl.Dense(y.shape[-1], "sigmoid")(weights)])
         y = kl.BatchNormalization()(kl.Conv2D(filters, 1, use_bias=False)(y))
-        return kl.Add()([x, y]) if x.shape == y.shape else y
+        if x.shape == y.shape:
+            return kl.Add()([x, y])
+        return y
 
     return block
 
 
 def unet(filters, classes, convolutions=1):
-    """The scores of each pixel; `convolutions` at each of the scales, of which each has half the
-    pixels in a row.
+    """Returns a U-Net that scores each pixel.
+
+    Args:
+        filters: of the scales, the finest first; each next scale halves height and width.
+        classes: how many scores a pixel gets.
+        convolutions: how many at each scale.
     """
 
-    def level(x, width):
+    def convolve(x, width):
         for _ in range(convolutions):
             x = convolved(width)(x)
         return x
 
     def model(x):
+        *finer, coarsest = filters
         skipped = []
-        for width in filters[:-1]:
-            skipped.append(level(x, width))
-            x = kl.MaxPooling2D()(skipped[-1])
-        x = level(x, filters[-1])
-        for width, skip in zip(filters[-2::-1], reversed(skipped), strict=True):
-            x = level(kl.Concatenate()([skip, kl.Conv2DTranspose(width, 2, 2)(x)]), width)
+        for width in finer:
+            x = convolve(x, width)
+            skipped.append(x)
+            x = kl.MaxPooling2D()(x)
+        x = convolve(x, coarsest)
+        for width, skip in zip(reversed(finer), reversed(skipped), strict=True):
+            x = kl.Conv2DTranspose(width, 2, 2)(x)
+            x = convolve(kl.Concatenate()([skip, x]), width)
         return kl.Conv2D(classes, 1)(x)
 
     return model

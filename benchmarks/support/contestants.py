@@ -1,4 +1,4 @@
-"""What the suites ask of a contestant, and fastaccum as one of them. The others live in `peers/`.
+"""Interfaces of a contestant, `TrainStep` and `Fit`, and fastaccum as one; the peers have others.
 
 Every `make(workload)` builds its own model from the workload's initial weights.
 """
@@ -14,7 +14,7 @@ import fastaccum as fa
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """One way to do one update.
+    """Train step of one contestant.
 
     Args:
         model: the Keras model that it trains, or a ForeignModel.
@@ -28,9 +28,7 @@ class TrainStep:
     update: Callable
 
     def block(self, workload, updates):
-        """A function that runs `updates` updates on data that is fed already, and ends when the
-        last loss is read.
-        """
+        """Returns a function that runs `updates` updates on prepared data, to the last loss."""
         batches = [self.feed(stack) for stack in workload.stacks(updates)]
 
         def run():
@@ -43,7 +41,7 @@ class TrainStep:
 
 @dataclasses.dataclass(frozen=True)
 class ForeignModel:
-    """A model of another framework, as far as the suites ask for it.
+    """Model of another framework.
 
     Args:
         get_weights: returns the weights as NumPy arrays, in the order and layout of the Keras
@@ -55,7 +53,7 @@ class ForeignModel:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """One way to train for an epoch.
+    """Epoch of training of one contestant.
 
     Args:
         model: the Keras model that it trains.
@@ -68,7 +66,7 @@ class Fit:
 
 
 def trainer(workload, micro_batches=None, **kwargs):
-    """The `fa.Trainer` that is timed: its defaults, but for what the workload fixes."""
+    """Makes the `fa.Trainer` that is timed, with all defaults that the workload leaves open."""
     return fa.Trainer(
         workload.model(),
         optimizer=workload.optimizer(),
@@ -79,25 +77,32 @@ def trainer(workload, micro_batches=None, **kwargs):
 
 
 def make_train_step(workload):
-    ours = trainer(workload)
-    return as_train_step(ours)
+    """Makes fastaccum's `TrainStep`."""
+    return as_train_step(trainer(workload))
 
 
-def as_train_step(ours):
-    return TrainStep(ours.model, feed_stack, lambda stack: ours.train_step(stack).loss)
+def as_train_step(trainer):
+    """Returns the trainer's `TrainStep`."""
+    return TrainStep(trainer.model, feed_stack, lambda stack: trainer.train_step(stack).loss)
 
 
 def make_fit(workload, **kwargs):
+    """Makes fastaccum's `Fit`; keyword arguments go to the trainer."""
     return as_fit(trainer(workload, **kwargs), workload)
 
 
-def as_fit(ours, workload):
+def as_fit(trainer, workload):
+    """Returns the trainer's `Fit`."""
+
     def epoch(x, y):
-        history = ours.fit(x, y, batch_size=workload.batch_size, epochs=1, shuffle=False, verbose=0)
+        history = trainer.fit(
+            x, y, batch_size=workload.batch_size, epochs=1, shuffle=False, verbose=0
+        )
         return history.history["loss"][-1]
 
-    return Fit(ours.model, epoch)
+    return Fit(trainer.model, epoch)
 
 
 def feed_stack(stack):
+    """Turns the NumPy arrays of a stack into tensors."""
     return tuple(tf.constant(array) for array in stack)

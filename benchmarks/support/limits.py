@@ -1,6 +1,4 @@
-"""What a train step is held against: the work it cannot avoid, the rate of a matmul, the memory of
-its process.
-"""
+"""Measures that a train step is held against: its necessary FLOPs, a matmul's rate, memory."""
 
 import math
 import pathlib
@@ -13,14 +11,16 @@ import tensorflow as tf
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.transformer import CausalSelfAttention
 
+# Rows and columns of the matrices whose matmul sets the rate: large enough to use every core.
 _MATMUL_SIZE = 1024
 
 
 def matmul_rate(runs=5):
-    """FLOP/s of the fastest of `runs` float32 matmuls of 1,024^3 through XLA."""
+    """Returns the FLOP/s of the fastest of `runs` float32 matmuls of 1,024^3 through XLA."""
     square = tf.random.stateless_normal([_MATMUL_SIZE, _MATMUL_SIZE], seed=[0, 0])
     _matmul(square).numpy()  # compiles
-    return 2 * _MATMUL_SIZE**3 / min(_seconds_of_matmul(square) for _ in range(runs))
+    fastest = min(_seconds_of_matmul(square) for _ in range(runs))
+    return 2 * _MATMUL_SIZE**3 / fastest
 
 
 @tf.function(jit_compile=True)
@@ -36,15 +36,15 @@ def _seconds_of_matmul(square):
 
 
 def train_flops(model, example):
-    """Floating-point operations that training on one example needs: forward, and two products for
-    each of its own.
+    """Counts the floating-point operations that training on one example needs.
 
-    Matmuls, convolutions and causal attention only, a multiply-add as two; nothing for what is
-    computed a second time, nor for gradients of the model's inputs.
+    A product of the forward pass has two products in the backward pass, for the gradients of both
+    factors. Counted are matmuls, convolutions and causal attention, a multiply-add as two; not
+    counted are recomputation and gradients of the model's inputs.
 
     Args:
-        model: a Keras model of Dense, Conv2D, `TransformerBlock` and `LayerStack` layers and what
-            does no products.
+        model: a Keras model whose products are in Dense, Conv2D, `TransformerBlock` and
+            `LayerStack` layers.
         example: the shape of one example; that of token ids is `(time,)`.
 
     >>> dense = keras.layers.Dense
@@ -54,9 +54,9 @@ def train_flops(model, example):
     positions = example[0] if model.inputs[0].dtype == "int32" else 1
     total = 0
     for layer in model.layers:
-        forward = _forward_flops(layer, positions)
-        is_first = layer.input is model.inputs[0]
-        total += forward * (2 if is_first else 3)
+        # The first layer needs the gradient of its weights alone.
+        products = 2 if layer.input is model.inputs[0] else 3
+        total += products * _forward_flops(layer, positions)
     return total
 
 
@@ -75,9 +75,9 @@ def _forward_flops(layer, positions):
 
 
 def peak_resident_bytes():
-    """The most memory that this process has held at once. Linux.
+    """Returns the most memory that this process has held at once, on Linux.
 
-    Not `ru_maxrss`, which a new process takes over from the one that started it.
+    `ru_maxrss` would not do: a new process takes it over from the one that started it.
     """
     status = pathlib.Path("/proc/self/status").read_text()
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])

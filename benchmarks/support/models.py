@@ -1,5 +1,4 @@
-"""The workloads: a model, its loss, its optimizer and synthetic data, the same for every
-contestant.
+"""Workloads: a model, its loss, its optimizer and synthetic data, the same for every contestant.
 
 `workload.model()` starts from the same weights each time, and `workload.arrays(updates)` holds the
 same numbers each time, so contestants that do the same arithmetic must get the same losses.
@@ -22,10 +21,10 @@ SEED = 0
 
 
 def _size(full, small):
-    """`small` under `pytest benchmarks --benchmark-disable` and in its processes: contestants only
-    have to agree.
-    """
-    return small if "FASTACCUM_SMALL_BENCHMARKS" in os.environ else full
+    """Returns `small` under `--benchmark-disable`, where contestants only have to agree."""
+    if "FASTACCUM_SMALL_BENCHMARKS" in os.environ:
+        return small
+    return full
 
 
 def _cross_entropy():
@@ -34,7 +33,7 @@ def _cross_entropy():
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What one update works on: `micro_batches` micro-batches of `batch_size` examples.
+    """Model and data of an update: `micro_batches` micro-batches of `batch_size` examples.
 
     Args:
         name: as the tables show it.
@@ -67,34 +66,33 @@ class Workload:
 
     @property
     def update_size(self):
-        """Examples in one update."""
+        """The number of examples in one update."""
         return self.micro_batches * self.batch_size
 
     def model(self):
-        """A new model; every call returns the same initial weights."""
+        """Makes a new model, with the same initial weights in every call."""
         keras.utils.set_random_seed(SEED)
         return self.build()
 
     def arrays(self, updates):
-        """x and y for `updates` updates, one row per example, in the order in which they are
-        trained on.
-        """
+        """Draws x and y for `updates` updates, a row for each example, in the order of training."""
         return self.draw(np.random.default_rng(SEED), updates * self.update_size)
 
     def stacks(self, updates, micro_batches=None):
-        """The same examples, one `(x, y)` per update, each array `[micro_batches, batch_size,
-        ...]`.
+        """Returns these examples as a list with one `(x, y)` for each update.
+
+        Arrays have the shape `[micro_batches, batch_size, ...]`.
         """
         if micro_batches:
             return dataclasses.replace(self, micro_batches=micro_batches).stacks(updates)
         x, y = self.arrays(updates)
         lead = (updates, self.micro_batches, self.batch_size)
-        return list(zip(x.reshape(lead + x.shape[1:]), y.reshape(lead + y.shape[1:]), strict=True))
+        stacks_of_x = x.reshape(lead + x.shape[1:])
+        stacks_of_y = y.reshape(lead + y.shape[1:])
+        return list(zip(stacks_of_x, stacks_of_y, strict=True))
 
     def with_frozen_statistics(self):
-        """The same workload with BatchNorm in inference mode: nothing depends on how a batch is
-        cut.
-        """
+        """Returns this workload with BatchNorm in inference mode, where rows are independent."""
 
         def build():
             model = self.build()
@@ -106,18 +104,17 @@ class Workload:
         return dataclasses.replace(self, build=build)
 
     def with_epsilon(self, epsilon):
-        """The same workload with that epsilon in its optimizer, if that has one."""
+        """Returns this workload with that epsilon in its optimizer, if the optimizer has one."""
         if self.optimizer is _momentum:
             return self
-        return dataclasses.replace(
-            self, optimizer=functools.partial(self.optimizer, epsilon=epsilon)
-        )
+        optimizer = functools.partial(self.optimizer, epsilon=epsilon)
+        return dataclasses.replace(self, optimizer=optimizer)
 
     @property
     def has_batch_statistics(self):
-        return any(
-            isinstance(layer, keras.layers.BatchNormalization) for layer in self.model().layers
-        )
+        """Says if the model has BatchNorm."""
+        layers = self.model().layers
+        return any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers)
 
 
 def _mlp(widths, dropout=()):
@@ -127,7 +124,7 @@ def _mlp(widths, dropout=()):
 
 
 def _convnet(dropout=()):
-    """Three convolutions, each with BatchNorm, ReLU and pooling."""
+    """Makes three convolutions, each with BatchNorm, ReLU and pooling."""
     x = inputs = keras.Input((32, 32, 3))
     for filters in _size((32, 64, 128), (8, 8, 8)):
         # Without a bias: BatchNorm cancels it, so that its gradient is rounding noise, on which no
@@ -143,7 +140,7 @@ def _convnet(dropout=()):
 
 
 def _stacked(shape, layers):
-    """A model of layers, or blocks of them, one after the other."""
+    """Makes a model of layers, or blocks of them, one after the other."""
     x = inputs = keras.Input(shape)
     for layer in layers:
         x = layer(x)
@@ -155,59 +152,56 @@ def _classifier(shape, layers):
 
 
 def _conv1d():
-    """Three convolutions over time, each with BatchNorm, ReLU and pooling."""
-    blocks = [
-        layer
-        for filters in _size((64, 128, 128), (8, 8, 8))
-        for layer in (
+    """Makes three convolutions over time, each with BatchNorm, ReLU and pooling."""
+    blocks = []
+    for filters in _size((64, 128, 128), (8, 8, 8)):
+        blocks += [
             kl.Conv1D(filters, 5, padding="same", use_bias=False),
             kl.BatchNormalization(),
             kl.ReLU(),
             kl.MaxPooling1D(),
-        )
-    ]
+        ]
     return _stacked((256, 12), [*blocks, kl.GlobalAveragePooling1D(), kl.Dense(10)])
 
 
 def _resnet20():
-    """He et al. 2015 for CIFAR-10: three stages of three blocks."""
-    widths = [
-        (filters, 2 if stage and not block else 1)
-        for stage, filters in enumerate((16, 32, 64))
-        for block in range(3)
-    ]
-    blocks = [
-        layer for filters, strides in widths for layer in (residual(filters, strides), kl.ReLU())
-    ]
-    return _classifier((32, 32, 3), [convolved(16), *_size(blocks, blocks[:2])])
+    """Makes the ResNet of He et al. 2015 for CIFAR-10, three stages of three blocks."""
+    blocks = [residual(16), residual(16), residual(16)]
+    for filters in (32, 64):
+        blocks += [residual(filters, strides=2), residual(filters), residual(filters)]
+    layers = []
+    for block in _size(blocks, blocks[:1]):
+        layers += [block, kl.ReLU()]
+    return _classifier((32, 32, 3), [convolved(16), *layers])
 
 
 def _mobilenet():
-    """MobileNetV2 for small images: seven inverted residuals."""
-    blocks = [(16, 1), (24, 2), (24, 1), (32, 2), (32, 1), (64, 1), (64, 1)]
-    blocks = [inverted(*each) for each in _size(blocks, blocks[:2])]
+    """Makes MobileNetV2 for small images, seven inverted residuals."""
+    filters_and_strides = [(16, 1), (24, 2), (24, 1), (32, 2), (32, 1), (64, 1), (64, 1)]
+    blocks = [inverted(filters, strides) for filters, strides in filters_and_strides]
+    blocks = _size(blocks, blocks[:2])
     return _classifier((32, 32, 3), [convolved(16), *blocks, convolved(128, 1)])
 
 
 def _unet():
-    """Three scales with two convolutions each way."""
+    """Makes a U-Net of three scales with two convolutions each way."""
     return _stacked((32, 32, 3), [unet(_size((16, 32, 64), (4, 8)), 10, convolutions=2)])
 
 
 def _vectors(generator, examples):
-    return generator.normal(size=(examples, 784)).astype("float32"), _labels(generator, examples)
+    return _inputs(generator, examples, (784,)), _labels(generator, examples)
 
 
 def _images(generator, examples):
-    return generator.normal(size=(examples, 32, 32, 3)).astype("float32"), _labels(
-        generator, examples
-    )
+    return _inputs(generator, examples, (32, 32, 3)), _labels(generator, examples)
 
 
 def _series(generator, examples):
-    return generator.normal(size=(examples, 256, 12)).astype("float32"), _labels(
-        generator, examples
-    )
+    return _inputs(generator, examples, (256, 12)), _labels(generator, examples)
+
+
+def _inputs(generator, examples, shape):
+    return generator.normal(size=(examples, *shape)).astype("float32")
 
 
 def _pixels(generator, examples):
@@ -228,7 +222,7 @@ def _tokens(vocabulary_size=256, context=128):
 
 
 def _hub_gpt2():
-    """KerasHub's GPT-2 of 200,000 parameters, without dropout."""
+    """Makes KerasHub's GPT-2 with 200,000 parameters, without dropout."""
     import keras_hub
 
     sizes = {
@@ -329,10 +323,9 @@ HUB_GPT2 = dataclasses.replace(GPT, name="KerasHub GPT-2", build=_hub_gpt2, draw
 
 ALL = (MLP_128, MLP_2048, CONVNET, GPT)
 
-# Other convolutional networks; their convolutions have no bias where BatchNorm follows, as in the
-# ConvNet.
-CONVOLUTIONAL = tuple(
-    Workload(
+
+def _convolutional(name, batch_size, build, draw, optimizer, movement=MOVEMENT_TOLERANCE):
+    return Workload(
         name,
         8,
         batch_size,
@@ -343,16 +336,18 @@ CONVOLUTIONAL = tuple(
         step_updates=1,
         rounds=3,
         steps_per_execution=(10,),
-        # One of the MobileNet's weights is 2.8% from float64 in any program, so that two may be
-        # twice that apart.
-        movement=6e-2 if name == "MobileNet" else MOVEMENT_TOLERANCE,
+        movement=movement,
     )
-    for name, batch_size, build, draw, optimizer in (
-        ("Conv1D", 16, _conv1d, _series, _adam),
-        ("ResNet20", 8, _resnet20, _images, _momentum),
-        ("MobileNet", 8, _mobilenet, _images, _momentum),
-        ("U-Net", 4, _unet, _pixels, _momentum),
-    )
+
+
+# Other convolutional networks. Their convolutions have no bias where BatchNorm follows, as in the
+# ConvNet. One of the MobileNet's weights is 2.8% from float64 in any program, so two programs may
+# be twice that apart.
+CONVOLUTIONAL = (
+    _convolutional("Conv1D", 16, _conv1d, _series, _adam),
+    _convolutional("ResNet20", 8, _resnet20, _images, _momentum),
+    _convolutional("MobileNet", 8, _mobilenet, _images, _momentum, movement=6e-2),
+    _convolutional("U-Net", 4, _unet, _pixels, _momentum),
 )
 
 # The same with Dropout after each hidden block.
@@ -362,28 +357,29 @@ WITH_DROPOUT = {
 }
 
 
+_NAMED = {
+    workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K, GPT_NANO, HUB_GPT2)
+}
+
 # Points on an axis: each function is known by its name in every process, and so are its arguments.
 
 
 def named(name):
-    """The workload of this name.
+    """Returns the workload of this name.
 
     >>> named("GPT 32k").update_size
     16
     """
-    return {
-        workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K, GPT_NANO, HUB_GPT2)
-    }[name]
+    return _NAMED[name]
 
 
 def with_logits(name):
-    """The workload of this name with Keras's own loss, which needs the logits."""
+    """Returns the workload of this name with Keras's own loss, which needs the logits."""
     return dataclasses.replace(named(name), loss=_cross_entropy)
 
 
 def divided(name, micro_batches, examples=64):
-    """The workload of this name with updates of `examples` examples, in `micro_batches`
-    micro-batches.
+    """Returns the workload of this name with updates of `examples` examples in all.
 
     >>> divided("GPT", 16).batch_size
     4
@@ -394,7 +390,7 @@ def divided(name, micro_batches, examples=64):
 
 
 def gpt_of_depth(layers, stacked):
-    """A GPT of width 64 with `layers` layers, as one `LayerStack` or unrolled."""
+    """Makes the workload of a GPT of width 64, its layers one `LayerStack` or unrolled."""
     return dataclasses.replace(
         GPT,
         micro_batches=2,
@@ -404,9 +400,7 @@ def gpt_of_depth(layers, stacked):
 
 
 def gpt_of_length(tokens):
-    """A GPT of width 128 with 2 layers on windows of `tokens` tokens, 2 x 4,096 tokens in an
-    update.
-    """
+    """Makes the workload of a GPT of width 128 on windows of `tokens`, 2 x 4,096 in an update."""
     return dataclasses.replace(
         GPT,
         micro_batches=2,
@@ -417,7 +411,7 @@ def gpt_of_length(tokens):
 
 
 def scales(variables):
-    """A model of many variables of 4 numbers each: next to no arithmetic."""
+    """Makes the workload of many variables of 4 numbers each, with next to no arithmetic."""
     return Workload(
         f"{variables:,} variables",
         2,

@@ -1,8 +1,10 @@
-"""Train steps in processes of their own, to measure what a process that has done other work cannot.
+"""Runs train steps in processes of their own, each with its contestant alone.
 
-Its peak memory, its first step, and steps that run slower in a process that has run many programs.
+A process that has done other work can measure neither its peak memory nor its first step, and
+steps run slower in a process that has run many programs.
 """
 
+import collections
 import contextlib
 import dataclasses
 import importlib
@@ -27,7 +29,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
-    """What a workload's train step takes.
+    """Cost of a workload's train step.
 
     Args:
         first_step: seconds to trace, compile and run it once, in a process that has compiled
@@ -44,9 +46,7 @@ class Footprint:
 
 
 class Contestant:
-    """fastaccum's train step on the workload `make(*arguments)`, in whatever process makes this
-    object.
-    """
+    """fastaccum's train step on the workload `make(*arguments)`, in the process of this object."""
 
     def __init__(self, make, *arguments):
         self.workload = make(*arguments)
@@ -55,7 +55,7 @@ class Contestant:
         self.batch = self.train_step.feed(self.workload.stacks(1)[0])
 
     def footprint(self):
-        """The process's first step and what it took; weights and optimizer are then put back."""
+        """Measures the process's first step, then restores weights and optimizer."""
         restore = agreement.snapshot(self.trainer)
         first_step = self.seconds()
         process_bytes = limits.peak_resident_bytes()
@@ -67,11 +67,11 @@ class Contestant:
         return Footprint(first_step, temp_bytes, process_bytes, flops)
 
     def outcome(self):
-        """Where training goes, from the initial weights: call it before `seconds`."""
+        """Trains from the initial weights and returns the `Outcome`; call it before `seconds`."""
         return agreement.outcome_of_train_step(self.train_step, self.workload)
 
     def seconds(self, updates=1):
-        """The time of `updates` updates, the last loss read."""
+        """Times `updates` updates until the last loss is read."""
         started = time.perf_counter()
         for _ in range(updates):
             loss = self.train_step.update(self.batch)
@@ -85,8 +85,7 @@ class Contestant:
 
 
 class Peer:
-    """The train step that `benchmarks.peers.<module>.<function>` makes, in whatever process makes
-    this object.
+    """Train step of `benchmarks.peers.<module>.<function>`, in the process of this object.
 
     Args:
         module, function: by name, so that the suite's own process need not import the peer's
@@ -96,13 +95,12 @@ class Peer:
     """
 
     def __init__(self, module, function, workload, epsilon):
-        self.workload = next(w for w in models.ALL if w.name == workload).with_epsilon(epsilon)
-        self.train_step = getattr(importlib.import_module(f"benchmarks.peers.{module}"), function)(
-            self.workload
-        )
+        self.workload = models.named(workload).with_epsilon(epsilon)
+        make = getattr(importlib.import_module(f"benchmarks.peers.{module}"), function)
+        self.train_step = make(self.workload)
 
     def outcome(self):
-        """Where training goes, from the initial weights."""
+        """Trains from the initial weights and returns the `Outcome`."""
         return agreement.outcome_of_train_step(self.train_step, self.workload)
 
     def prepare(self, updates):
@@ -115,8 +113,7 @@ class Peer:
 
 
 class Replicas:
-    """fastaccum's train steps on the same workload under MirroredStrategy, with slots on each
-    device and shared out.
+    """fastaccum's train steps under MirroredStrategy: one with slots on each device, one sharded.
 
     Args:
         workload: the name of one of `models.ALL`; it is trained by AdamW.
@@ -129,20 +126,22 @@ class Replicas:
             cpu, [tf.config.LogicalDeviceConfiguration()] * devices
         )
         self.workload = dataclasses.replace(models.named(workload), optimizer=models.adamw)
+        names = [f"CPU:{i}" for i in range(devices)]
         self.train_steps = {}
         for shard_optimizer in (False, True):
-            with tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(devices)]).scope():
+            with tf.distribute.MirroredStrategy(names).scope():
                 trainer = contestants.trainer(self.workload, shard_optimizer=shard_optimizer)
             self.train_steps[shard_optimizer] = contestants.as_train_step(trainer)
 
     def outcome(self, shard_optimizer):
-        """Where training goes, from the initial weights."""
+        """Trains from the initial weights and returns the `Outcome`."""
         return agreement.outcome_of_train_step(self.train_steps[shard_optimizer], self.workload)
 
     def prepare(self, updates):
         """Feeds the data of a block of `updates` updates."""
         self.blocks = {
-            shard: step.block(self.workload, updates) for shard, step in self.train_steps.items()
+            shard_optimizer: step.block(self.workload, updates)
+            for shard_optimizer, step in self.train_steps.items()
         }
 
     def run(self, shard_optimizer):
@@ -151,7 +150,7 @@ class Replicas:
 
 
 class _Process(BaseManager):
-    """A server process that holds one contestant, or all of those that need the same devices."""
+    """Server process that holds one contestant, or all of those that need the same devices."""
 
 
 _Process.register("Contestant", Contestant)
@@ -166,9 +165,7 @@ def _start_process():
 
 
 def _end_with_parent():
-    """Ends this process when the one that started it is gone, as a suite is that was killed for its
-    time.
-    """
+    """Ends this process when its parent has ended, for instance a suite that was killed."""
 
     def wait():
         multiprocessing.parent_process().join()
@@ -179,9 +176,7 @@ def _end_with_parent():
 
 @contextlib.contextmanager
 def _importable():
-    """Within the scope, a new process finds this package: it gets the path of this one, which
-    pytest may leave bare.
-    """
+    """Lets new processes import `benchmarks`: they take over this process's path."""
     # Last, so that no folder of the root hides an installed package.
     sys.path.append(_ROOT)
     try:
@@ -192,7 +187,7 @@ def _importable():
 
 @contextlib.contextmanager
 def contestants_of(points):
-    """Contestants, each in a process of its own, by their place on an axis.
+    """Starts a process for each contestant of an axis.
 
     Args:
         points: `{place: (make, *arguments)}`; the function is one of `benchmarks.support.models`,
@@ -209,6 +204,7 @@ def contestants_of(points):
 
 @contextlib.contextmanager
 def _alone(kind, *arguments):
+    """Makes a registered object in a process of its own, which ends with the scope."""
     with _importable():
         process = _start_process()
     with process:
@@ -216,38 +212,39 @@ def _alone(kind, *arguments):
 
 
 def peer(*arguments):
-    """A `Peer` in a process of its own, where its framework's threads wait for no others; it ends
-    with the scope.
-    """
+    """Makes a `Peer` in a process of its own, whose cores its framework's threads have alone."""
     return _alone("Peer", *arguments)
 
 
 def replicas(*arguments):
-    """`Replicas` in a process of their own; it ends with the scope."""
+    """Makes `Replicas` in a process of their own."""
     return _alone("Replicas", *arguments)
 
 
 def in_new_process(function, *arguments):
-    """Returns `function(*arguments)`, called in a process of its own."""
+    """Calls `function(*arguments)` in a process of its own and returns the result."""
     with _importable(), ProcessPoolExecutor(1, mp_context=_SPAWN) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def take_turns(benchmark, contestants, rounds, updates=1):
-    """Times every contestant once a round, in an order that rotates, and the matmul rate beside
-    them.
+    """Times every contestant and a matmul once a round, in an order that rotates.
 
     Returns:
         `{place: [seconds an update, one per round]}`, and the best FLOP/s of a matmul; with
         `--benchmark-disable` there is one round.
     """
-    order, times, rates = list(contestants), {place: [] for place in contestants}, []
+    order = collections.deque(contestants)
+    times = {place: [] for place in contestants}
+    rates = []
 
-    def one_round():
-        order.append(order.pop(0))
+    def run_round():
+        order.rotate(-1)
         for place in order:
             times[place].append(contestants[place].seconds(updates) / updates)
         rates.append(limits.matmul_rate())
 
-    benchmark.pedantic(one_round, rounds=1 if benchmark.disabled else rounds)
+    if benchmark.disabled:
+        rounds = 1
+    benchmark.pedantic(run_round, rounds=rounds)
     return times, max(rates)

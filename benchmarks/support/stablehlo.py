@@ -1,6 +1,4 @@
-"""The program of a trainer's step as StableHLO, and which of its arguments and results the
-variables are.
-"""
+"""Reads the program of a trainer's step as StableHLO, and finds its variables there."""
 
 import io
 import sys
@@ -13,9 +11,7 @@ import hlo as hlo  # kept for other modules here
 
 
 def of_train_step(trainer, stack):
-    """The parsed module, and the variables among its arguments, in order: they follow the stack's
-    tensors.
-    """
+    """Returns the parsed module, and the variables that follow the stack among its arguments."""
     exported = trainer.compiler_ir(stack, stage="stablehlo_serialized")
     step, batch = trainer._step_inputs.prepare(stack)
     signature = step.compiled_execute.function.get_concrete_function(batch)
@@ -24,21 +20,24 @@ def of_train_step(trainer, stack):
 
 
 def next_values(module):
-    """The number of the result that an argument's buffer takes, by the argument's number."""
+    """Returns `{argument: result}`, the numbers of those that share a buffer."""
+    results = {}
     with module.context:
-        aliases = module.operation.attributes["mhlo.input_output_alias"]
-        return {int(a["alias"]["parameter_number"]): int(a["output_index"][0]) for a in aliases}
+        for entry in module.operation.attributes["mhlo.input_output_alias"]:
+            argument = int(entry["alias"]["parameter_number"])
+            results[argument] = int(entry["output_index"][0])
+    return results
 
 
 def serialized(module):
-    """The module's bytecode, with locations, which name where its operations come from."""
+    """Returns the module's bytecode, with the locations of its operations in Python."""
     file = io.BytesIO()
     module.operation.write_bytecode(file)
     return file.getvalue()
 
 
 def portable(module):
-    """The module in the serialized form that other versions of XLA read."""
+    """Returns the module in the serialized form that other versions of XLA read."""
     from jaxlib.mlir.dialects import stablehlo
 
     with module.context:

@@ -15,8 +15,10 @@ from benchmarks.support import scores
 from benchmarks.support.scores import number
 
 DPI = 100
-SLOWER, FASTER = "tab:blue", "tab:orange"
-# Beyond this, small values would lie on the axis of a linear scale.
+SLOWER = "tab:blue"
+FASTER = "tab:orange"
+# The largest value over the smallest from which the scale is logarithmic: on a linear one the small
+# values would lie on the axis.
 LOG_FROM = 8
 PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
@@ -35,19 +37,20 @@ def draw(run, folder):
 
 
 def time_by_peer(run, kind):
-    """`{workload: {peer: its time / ours}}` of the measures `KIND: PEER / ours`, both in the order
-    of the run.
+    """Reads `{workload: {peer: its time / ours}}` from the measures `KIND: PEER / ours`.
+
+    Workloads and peers are in the order of the run.
     """
     ratios = collections.defaultdict(dict)
     for score in scores.of_run(run):
-        found = re.fullmatch(rf"{re.escape(kind)}: (?P<peer>.+) / ours", score.measure)
-        if found:
-            ratios[score.workload][found["peer"]] = score.value
+        measure = re.fullmatch(rf"{re.escape(kind)}: (?P<peer>.+) / ours", score.measure)
+        if measure:
+            ratios[score.workload][measure["peer"]] = score.value
     return dict(ratios)
 
 
 def line_charts(run):
-    """`{chart: {"x_label", "y_label", "lines": {line: [(x, y), ...]}}}`, the points in order of x.
+    """Reads `{chart: {"x_label", "y_label", "lines": {line: [(x, y), ...]}}}`, sorted by x.
 
     Series of the same chart and line are one line: a suite may add a point at a time.
     """
@@ -64,42 +67,43 @@ def line_charts(run):
     return charts
 
 
-def _by_axis(drawn):
-    """The charts that share a picture: "memory against depth" and "first step against depth" are
-    panels of one.
+def _by_axis(charts):
+    """Groups the charts that share a picture, such as all those "against depth".
 
     >>> _by_axis({"memory against depth": 1, "first step against depth": 2, "dispatch": 3})
     {'against depth': {'memory': 1, 'first step': 2}, 'dispatch': {'dispatch': 3}}
     """
     pictures = {}
-    for title, chart in drawn.items():
-        what, against, axis = title.partition(" against ")
+    for title, chart in charts.items():
+        measure, against, axis = title.partition(" against ")
         picture = f"against {axis}" if against else title
-        pictures.setdefault(picture, {})[what] = chart
+        pictures.setdefault(picture, {})[measure] = chart
     return pictures
 
 
 def _draw_bars(title, ratios):
-    """A panel for each workload, a bar for each peer: to the right if slower than ours, to the left
-    if faster.
-    """
-    peers = list(dict.fromkeys(peer for of_workload in ratios.values() for peer in of_workload))
+    """Draws a panel for each workload with a bar for each peer, to the right if it is slower."""
+    peers = []
+    values = []
+    for ratios_of_peers in ratios.values():
+        peers += [peer for peer in ratios_of_peers if peer not in peers]
+        values += ratios_of_peers.values()
+    lowest = min(0.8, *values)
+    highest = max(2, *values)
     figure, axes = _panels(
         len(ratios), width=3.6, height=0.8 + 0.32 * len(peers), sharex=True, sharey=True
     )
-    values = [value for of_workload in ratios.values() for value in of_workload.values()]
-    for axis, (workload, of_workload) in zip(axes.flat, ratios.items(), strict=False):
+    for axis, workload in zip(axes.flat, ratios, strict=False):
         for row, peer in enumerate(peers):
-            if peer not in of_workload:
+            value = ratios[workload].get(peer)
+            if value is None:
                 axis.text(1.05, row, "not measured", va="center", fontsize=8, color="gray")
                 continue
-            value = of_workload[peer]
-            axis.barh(row, value - 1, left=1, height=0.7, color=SLOWER if value >= 1 else FASTER)
+            colour = SLOWER if value >= 1 else FASTER
+            axis.barh(row, value - 1, left=1, height=0.7, color=colour)
             axis.text(max(value, 1) * 1.06, row, number(value), va="center", fontsize=9)
         axis.axvline(1, color="black", linewidth=1)
-        axis.set(
-            title=workload, xscale="log", xlim=(min(0.8, *values) * 0.85, max(2, *values) * 2.2)
-        )
+        axis.set(title=workload, xscale="log", xlim=(lowest * 0.85, highest * 2.2))
         axis.set_yticks(range(len(peers)), peers)
         _label_decades(axis.xaxis, *axis.get_xlim())
         axis.grid(axis="x", alpha=0.3)
@@ -114,19 +118,21 @@ def _draw_bars(title, ratios):
 
 
 def draw_lines(title, panels):
-    """A panel for each chart; a line has the same colour in all of them."""
+    """Draws a panel for each chart; a line has the same colour in all of them."""
     figure, axes = _panels(len(panels), width=3.8, height=3.2)
     colours = {}
-    for axis, (what, chart) in zip(axes.flat, panels.items(), strict=False):
+    for axis, (measure, chart) in zip(axes.flat, panels.items(), strict=False):
+        all_x = set()
+        ys = []
         for line, points in chart["lines"].items():
             colour = colours.setdefault(line, f"C{len(colours)}")
-            axis.plot(
-                *zip(*points, strict=True), marker="o", markersize=4, color=colour, label=line
-            )
-        xs = _apart(sorted({x for points in chart["lines"].values() for x, _ in points}))
-        ys = [y for points in chart["lines"].values() for _, y in points]
-        axis.set(title=what, xlabel=chart["x_label"], ylabel=chart["y_label"], xscale="log")
-        axis.set_xticks(xs, [f"{x:,g}" for x in xs])
+            line_x, line_y = zip(*points, strict=True)
+            axis.plot(line_x, line_y, marker="o", markersize=4, color=colour, label=line)
+            all_x.update(line_x)
+            ys.extend(line_y)
+        axis.set(title=measure, xlabel=chart["x_label"], ylabel=chart["y_label"], xscale="log")
+        ticks = _apart(sorted(all_x))
+        axis.set_xticks(ticks, [f"{x:,g}" for x in ticks])
         axis.xaxis.set_minor_locator(NullLocator())
         if min(ys) > 0 and max(ys) > LOG_FROM * min(ys):
             axis.set_yscale("log")
@@ -144,7 +150,7 @@ def draw_lines(title, panels):
 
 
 def _panels(count, width, height, **shared):
-    """A figure with room for `count` panels of that size in inches, at most three in a row."""
+    """Makes a figure for `count` panels of that size in inches, at most three in a row."""
     columns = min(count, 3)
     rows = math.ceil(count / columns)
     size = (max(width * columns, 6), height * rows + 0.8)
@@ -157,15 +163,16 @@ def _panels(count, width, height, **shared):
 
 
 def _label_decades(axis, low, high):
-    """Plain numbers on a log axis: 1, 10, 100; between them 2 and 5 too where that leaves room."""
-    wide = high / low > 50
-    axis.set_major_locator(LogLocator(10, subs=[1] if wide else [1, 2, 5]))
+    """Labels a log axis with plain numbers: 1, 10, 100, on a narrow axis 2 and 5 too."""
+    is_wide = high / low > 50
+    digits = [1] if is_wide else [1, 2, 5]
+    axis.set_major_locator(LogLocator(10, subs=digits))
     axis.set_major_formatter(PLAIN)
     axis.set_minor_locator(NullLocator())
 
 
 def _apart(values):
-    """Those of the sorted positive `values` whose labels do not touch on a log axis.
+    """Keeps those of the sorted positive `values` whose labels do not touch on a log axis.
 
     >>> _apart([1, 2, 4, 8, 8.5, 64])
     [1, 2, 4, 8, 64]
@@ -178,7 +185,9 @@ def _apart(values):
 
 
 def save(figure, folder, title):
-    path = folder / f"{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.png"
+    """Writes the figure to a PNG file named after its title and returns the path."""
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    path = folder / f"{name}.png"
     figure.savefig(path, dpi=DPI)
     plt.close(figure)
     return path

@@ -1,8 +1,9 @@
-"""This checkout against a commit: `python -m benchmarks.tools.compare COMMIT`.
+"""Compares this checkout with a commit: `python -m benchmarks.tools.compare COMMIT`.
 
-For each workload both train from the same weights on the same data in a process of their own; then
-they take turns at train steps and at `fit`. Printed are whether losses and weights are equal, and
-the ratios, now / before, of the time (medians of interleaved rounds) and of XLA's temp memory.
+For each workload both train from the same weights on the same data, each in a process of its own;
+then they take turns at train steps and at `fit`. The table says if losses and weights are equal,
+and has the ratios, now / before, of the time (medians of interleaved rounds) and of XLA's temp
+memory.
 """
 
 import argparse
@@ -23,9 +24,9 @@ SERVE = f"import runpy; runpy.run_path({__file__!r}, run_name='__serve__')"
 
 
 def main(argv=None):
+    """Runs the command line."""
     # Not at the top: a process that serves another checkout runs this file too.
     from benchmarks.support import models
-    from benchmarks.support.scores import ratio
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tools.compare", description=__doc__.partition("\n\n")[2]
@@ -34,33 +35,42 @@ def main(argv=None):
     parser.add_argument("--workload", nargs="+", choices=[w.name for w in models.ALL], help="(all)")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args(argv)
-    print(
-        f"{'now / before':12}  {'train step':>10}  {'fit':>6}  {'temp memory':>11}  losses and "
-        "weights"
-    )
+    header = f"{'now / before':12}  {'train step':>10}  {'fit':>6}  {'temp memory':>11}"
+    print(f"{header}  losses and weights")
     with _worktree(options.commit) as before, tempfile.TemporaryDirectory() as scratch:
-        for workload in options.workload or [w.name for w in models.ALL]:
+        for workload in options.workload or [workload.name for workload in models.ALL]:
             with (
                 _Side(ROOT, workload, Path(scratch, "now")) as now,
-                _Side(before, workload, Path(scratch, "b")) as old,
+                _Side(before, workload, Path(scratch, "before")) as old,
             ):
-                times = {(side, what): [] for side in (now, old) for what in ("step", "fit")}
-                for i in range(options.rounds):
-                    for what in ("step", "fit"):
-                        for side in (now, old) if i % 2 else (old, now):
-                            times[side, what].append(side.seconds(what))
-                step, fit = (ratio(times[now, what], times[old, what]) for what in ("step", "fit"))
+                step, fit = _ratios(now, old, options.rounds)
                 memory = now.temp_bytes / old.temp_bytes
-                print(
-                    f"{workload:12}  {step:10.3f}  {fit:6.3f}  {memory:11.3f}  "
-                    f"{_difference(now, old)}",
-                    flush=True,
-                )
+                row = f"{workload:12}  {step:10.3f}  {fit:6.3f}  {memory:11.3f}"
+                print(f"{row}  {_difference(now, old)}", flush=True)
+
+
+def _ratios(now, old, rounds):
+    """Times both sides in turn and returns the ratios of the train step and of `fit`."""
+    from benchmarks.support.scores import ratio
+
+    times_now = {"step": [], "fit": []}
+    times_old = {"step": [], "fit": []}
+    for i in range(rounds):
+        for block in ("step", "fit"):
+            if i % 2:
+                times_now[block].append(now.seconds(block))
+                times_old[block].append(old.seconds(block))
+            else:
+                times_old[block].append(old.seconds(block))
+                times_now[block].append(now.seconds(block))
+    step = ratio(times_now["step"], times_old["step"])
+    fit = ratio(times_now["fit"], times_old["fit"])
+    return step, fit
 
 
 @contextlib.contextmanager
 def _worktree(commit):
-    """A checkout of the commit, for as long as the scope lasts."""
+    """Checks the commit out in a folder that goes with the scope."""
     with tempfile.TemporaryDirectory() as folder:
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--detach", "--quiet", folder, commit], check=True)
@@ -71,7 +81,7 @@ def _worktree(commit):
 
 
 class _Side:
-    """A process that trains a workload with the code of one checkout."""
+    """Process that trains a workload with the code of one checkout."""
 
     def __init__(self, checkout, workload, outcome):
         self._process = subprocess.Popen(
@@ -93,9 +103,9 @@ class _Side:
     def __exit__(self, *_):
         self._process.communicate()  # closes its input, at which it ends
 
-    def seconds(self, what):
-        """The time of a block of train steps, or of one epoch of `fit`."""
-        print(what, file=self._process.stdin, flush=True)
+    def seconds(self, block):
+        """Times a block of train steps ("step"), or one epoch of `fit` ("fit")."""
+        print(block, file=self._process.stdin, flush=True)
         return self._answer()
 
     def _answer(self):
@@ -106,17 +116,31 @@ class _Side:
 
 
 def _difference(now, old):
-    pairs = list(zip(now.weights, old.weights, strict=True))
-    if now.losses == old.losses and all(np.array_equal(a, b) for a, b in pairs):
+    """Says if losses and weights are equal, or by how much they differ at most."""
+    if now.losses == old.losses and all(map(np.array_equal, now.weights, old.weights)):
         return "equal bit for bit"
-    loss = max(abs(a - b) / abs(b) for a, b in zip(now.losses, old.losses, strict=True))
-    weight = max(np.max(abs(a - b)) / np.max(abs(b)) for a, b in pairs if b.any())
-    return f"differ: losses by {loss:.1e}, weights by {weight:.1e} of the largest of each variable"
+    loss_differences = [
+        abs(new - before) / abs(before) for new, before in zip(now.losses, old.losses, strict=True)
+    ]
+    weight_differences = [
+        np.max(abs(new - before)) / np.max(abs(before))
+        for new, before in zip(now.weights, old.weights, strict=True)
+        if before.any()
+    ]
+    return (
+        f"differ: losses by {max(loss_differences):.1e}, weights by "
+        f"{max(weight_differences):.1e} of the largest of each variable"
+    )
 
 
 def serve(name, outcome):
-    """Trains, says what came out, then times what it is asked for, a line each. Imports this
-    process's checkout.
+    """Trains with the checkout on this process's path, prints the outcome, then times blocks.
+
+    Every line of the standard input names a block, "step" or "fit"; the answer is its seconds.
+
+    Args:
+        name: the workload's.
+        outcome: the file for the weights, without its suffix.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what TensorFlow prints is not an answer
@@ -127,30 +151,25 @@ def serve(name, outcome):
     except ImportError:  # a commit that has no benchmarks/support yet
         from benchmarks import contestants, models
 
-    workload = next(w for w in models.ALL if w.name == name)
+    workload = models.named(name)
     trainer = contestants.trainer(workload)
-    step, fit = contestants.as_train_step(trainer), contestants.as_fit(trainer, workload)
+    step = contestants.as_train_step(trainer)
+    fit = contestants.as_fit(trainer, workload)
     losses = [float(step.update(step.feed(stack))) for stack in workload.stacks(UPDATES)]
     np.savez(outcome, *trainer.model.get_weights())
-    temp_bytes = (
-        contestants.trainer(workload, jit_compile=True)
-        .memory_analysis(workload.stacks(1)[0])
-        .temp_bytes
-    )
-    block, arrays = (
-        step.block(workload, workload.step_updates),
-        workload.arrays(workload.step_updates),
-    )
-    blocks = {"step": block, "fit": lambda: fit.epoch(*arrays)}
+    compiled = contestants.trainer(workload, jit_compile=True)
+    temp_bytes = compiled.memory_analysis(workload.stacks(1)[0]).temp_bytes
+    arrays = workload.arrays(workload.step_updates)
+    blocks = {
+        "step": step.block(workload, workload.step_updates),
+        "fit": lambda: fit.epoch(*arrays),
+    }
     blocks["fit"]()  # compiles
-    print(
-        json.dumps([os.path.realpath(fastaccum.__file__), losses, temp_bytes]),
-        file=answers,
-        flush=True,
-    )
-    for what in sys.stdin:
+    source = os.path.realpath(fastaccum.__file__)
+    print(json.dumps([source, losses, temp_bytes]), file=answers, flush=True)
+    for line in sys.stdin:
         started = time.perf_counter()
-        blocks[what.strip()]()
+        blocks[line.strip()]()
         print(time.perf_counter() - started, file=answers, flush=True)
 
 

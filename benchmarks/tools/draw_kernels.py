@@ -1,8 +1,8 @@
-"""Draws the temp memory of the kernels, forward and backward, against that of what they replace.
+"""Draws the temp memory of the kernels, forward and backward, beside the unfused operations'.
 
     python -m benchmarks.tools.draw_kernels docs/kernels.png
 
-XLA's own plan for the CPU: the programs are compiled, not run.
+The memory is XLA's own plan for the CPU: the programs are compiled, not run.
 """
 
 import sys
@@ -17,29 +17,31 @@ from fastaccum.step.program import Program
 
 TIMES = [512, 1024, 2048, 4096, 8192, 16384]
 VOCABULARIES = [4096, 8192, 16384, 32768, 65536, 131072]
-HEADS, HEAD_DIM = 8, 64
-TOKENS, WIDTH = 8192, 512
+# The sizes that stay: of attention, and of the head with its cross-entropy.
+HEADS = 8
+HEAD_DIM = 64
+TOKENS = 8192
+WIDTH = 512
 
 
 def attention_memory(time, implementation):
-    """Bytes of causal self-attention over `time` tokens with its gradients."""
+    """Returns the bytes of causal self-attention over `time` tokens with its gradients."""
 
     def loss(query, key, value):
-        return tf.reduce_sum(
-            attention(query, key, value, causal=True, implementation=implementation)
-        )
+        outputs = attention(query, key, value, causal=True, implementation=implementation)
+        return tf.reduce_sum(outputs)
 
-    return _temp_bytes(loss, *[tf.TensorSpec([1, time, HEADS, HEAD_DIM])] * 3)
+    heads = tf.TensorSpec([1, time, HEADS, HEAD_DIM])
+    return _temp_bytes(loss, heads, heads, heads)
 
 
 def cross_entropy_memory(vocabulary, implementation):
-    """Bytes of the head and its loss over TOKENS tokens with their gradients."""
+    """Returns the bytes of the head and its loss over TOKENS tokens with their gradients."""
 
     def loss(hidden, kernel):
         labels = tf.zeros([TOKENS], tf.int32)
-        return tf.reduce_sum(
-            linear_cross_entropy(hidden, kernel, labels, implementation=implementation)
-        )
+        losses = linear_cross_entropy(hidden, kernel, labels, implementation=implementation)
+        return tf.reduce_sum(losses)
 
     return _temp_bytes(loss, tf.TensorSpec([TOKENS, WIDTH]), tf.TensorSpec([WIDTH, vocabulary]))
 
@@ -55,41 +57,28 @@ def _temp_bytes(loss, *specs):
 
 
 def main(path):
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    panels = [
-        (
-            TIMES,
-            attention_memory,
-            "tokens in a sequence",
-            f"causal attention, {HEADS} heads x {HEAD_DIM}",
-        ),
-        (
-            VOCABULARIES,
-            cross_entropy_memory,
-            "vocabulary",
-            f"head + cross-entropy, {TOKENS:,} tokens x {WIDTH}",
-        ),
-    ]
-    for axis, (sizes, memory, label, title) in zip(axes, panels, strict=True):
-        for implementation, name in (("reference", "unfused"), ("auto", "kernel")):
-            megabytes = [memory(size, implementation) / 1e6 for size in sizes]
-            axis.plot(sizes, megabytes, marker="o", label=name)
-            print(
-                title,
-                name,
-                dict(zip(sizes, [round(m, 1) for m in megabytes], strict=True)),
-                flush=True,
-            )
-        axis.set(
-            xscale="log", yscale="log", xlabel=label, ylabel="XLA temp memory, MB", title=title
-        )
-        axis.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
-        axis.minorticks_off()
-        axis.yaxis.set_major_locator(LogLocator(10))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axis.grid(alpha=0.3)
-        axis.legend()
+    """Draws both panels, prints their figures, and saves the picture to `path`."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    title = f"causal attention, {HEADS} heads x {HEAD_DIM}"
+    _draw(left, title, "tokens in a sequence", TIMES, attention_memory)
+    title = f"head + cross-entropy, {TOKENS:,} tokens x {WIDTH}"
+    _draw(right, title, "vocabulary", VOCABULARIES, cross_entropy_memory)
     figure.savefig(path, dpi=120)
+
+
+def _draw(axis, title, label, sizes, memory):
+    for implementation, name in (("reference", "unfused"), ("auto", "kernel")):
+        megabytes = [memory(size, implementation) / 1e6 for size in sizes]
+        axis.plot(sizes, megabytes, marker="o", label=name)
+        figures = {size: round(mb, 1) for size, mb in zip(sizes, megabytes, strict=True)}
+        print(title, name, figures, flush=True)
+    axis.set(xscale="log", yscale="log", xlabel=label, ylabel="XLA temp memory, MB", title=title)
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
+    axis.minorticks_off()
+    axis.yaxis.set_major_locator(LogLocator(10))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.grid(alpha=0.3)
+    axis.legend()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Times train steps with XLA and without, for the choice of `jit_compile="auto"`: `python -m
-benchmarks.tools.jit_forms`.
+"""Times train steps with XLA and without: `python -m benchmarks.tools.jit_forms [MODEL ...]`.
 
-Both forms of a model take turns, step by step, in one process; a time is the median of its steps.
-Names of models as arguments time these alone.
+The choice of `jit_compile="auto"` is fitted to these times. Both forms of a model take turns, step
+by step, in one process; a time is the median of its steps.
 """
 
 import statistics
@@ -19,19 +18,31 @@ from benchmarks.support.blocks import convolved, inverted, residual, unet
 from fastaccum.data.stacks import Batch
 
 MICRO_BATCHES = 4
-SECONDS, FEWEST = 2, 7  # of timing for each model, and rounds of it
+# Each model is timed for at least this long, and for at least so many rounds.
+MIN_SECONDS = 2
+MIN_ROUNDS = 7
 CLASSES = 10
 
 
 def dense(width, depth):
-    return [*(kl.Dense(width, "relu") for _ in range(depth)), kl.Dense(CLASSES)]
+    """Makes `depth` dense layers and the scores of the classes."""
+    layers = [kl.Dense(width, "relu") for _ in range(depth)]
+    return [*layers, kl.Dense(CLASSES)]
 
 
 def images(*layers):
+    """Ends layers of images with the scores of the classes."""
     return [*layers, kl.GlobalAveragePooling2D(), kl.Dense(CLASSES)]
 
 
+def sequences(*layers):
+    """Ends layers of sequences with the scores of the classes."""
+    return [*layers, kl.GlobalAveragePooling1D(), kl.Dense(CLASSES)]
+
+
 def attention(heads, width):
+    """Returns a block of a transformer."""
+
     def block(x):
         y = kl.LayerNormalization()(x)
         x = kl.Add()([x, kl.MultiHeadAttention(heads, width // heads)(y, y)])
@@ -42,43 +53,40 @@ def attention(heads, width):
 
 
 def tokens(width, heads, depth, vocabulary=1000):
-    blocks = (attention(heads, width) for _ in range(depth))
-    return [
-        kl.Embedding(vocabulary, width),
-        *blocks,
-        kl.GlobalAveragePooling1D(),
-        kl.Dense(CLASSES),
-    ]
+    """Makes a transformer of token ids."""
+    return stem(kl.Embedding(vocabulary, width), width=width, heads=heads, depth=depth)
 
 
 def two_convolutions(convolution, filters, size, pool, *ending):
+    """Makes two convolutions with pooling between them."""
     first, second = (convolution(n, size, activation="relu") for n in filters)
     return [first, pool, second, *ending, kl.Dense(CLASSES)]
 
 
 def patches(size, width, heads, depth):
-    """A vision transformer."""
+    """Makes a vision transformer."""
     embed = [kl.Conv2D(width, size, size), kl.Reshape((-1, width))]
-    return [
-        *embed,
-        *(attention(heads, width) for _ in range(depth)),
-        kl.GlobalAveragePooling1D(),
-        kl.Dense(CLASSES),
-    ]
+    return stem(*embed, width=width, heads=heads, depth=depth)
 
 
 def stem(*layers, width, heads, depth):
-    """Convolutions over time, then a transformer, as in Whisper."""
-    return [
-        *layers,
-        *(attention(heads, width) for _ in range(depth)),
-        kl.GlobalAveragePooling1D(),
-        kl.Dense(CLASSES),
-    ]
+    """Makes these layers, then a transformer: convolutions over time in Whisper."""
+    blocks = [attention(heads, width) for _ in range(depth)]
+    return sequences(*layers, *blocks)
+
+
+def convnext(width):
+    """Returns a block of ConvNeXt."""
+
+    def block(x):
+        y = kl.LayerNormalization()(kl.DepthwiseConv2D(7, padding="same")(x))
+        return kl.Add()([x, kl.Dense(width)(kl.Dense(4 * width, "gelu")(y))])
+
+    return block
 
 
 IMAGE = (8, 32, 32, 3)
-# What makes the layers; the shape of a micro-batch.
+# `{name: (a function that makes the layers, the shape of a micro-batch)}`.
 MODELS = {
     "dense, narrow": (lambda: dense(128, 2), (32, 784)),
     "dense, wide": (lambda: dense(1024, 3), (32, 784)),
@@ -222,86 +230,86 @@ MODELS = {
 }
 
 
-def convnext(width):
-    def block(x):
-        y = kl.LayerNormalization()(kl.DepthwiseConv2D(7, padding="same")(x))
-        return kl.Add()([x, kl.Dense(width)(kl.Dense(4 * width, "gelu")(y))])
-
-    return block
-
-
 def make(name):
-    """Makes a model and a stack of numbers for it."""
+    """Makes a model and a stack of random numbers for it."""
     build, (rows, *shape) = MODELS[name]
     keras.utils.set_random_seed(0)
     draw = np.random.default_rng(0)
     layers = build()
-    whole = any(isinstance(layer, kl.Embedding) for layer in layers)
-    inputs = keras.Input(shape, dtype="int32" if whole else None)
+    takes_ids = any(isinstance(layer, kl.Embedding) for layer in layers)
+    stacked_shape = (MICRO_BATCHES, rows, *shape)
+    if takes_ids:
+        inputs = keras.Input(shape, dtype="int32")
+        numbers = draw.integers(0, 1000, stacked_shape).astype("int32")
+    else:
+        inputs = keras.Input(shape)
+        numbers = draw.normal(size=stacked_shape).astype("float32")
+    labels = draw.integers(0, CLASSES, (MICRO_BATCHES, rows)).astype("int32")
     x = inputs
     for layer in layers:
         x = layer(x)
-    stacked = MICRO_BATCHES, rows
-    given = (
-        draw.integers(0, 1000, (*stacked, *shape))
-        if whole
-        else draw.normal(size=(*stacked, *shape))
-    )
-    stack = (
-        given.astype("int32" if whole else "float32"),
-        draw.integers(0, CLASSES, stacked).astype("int32"),
-    )
-    return keras.Model(inputs, x), stack
+    return keras.Model(inputs, x), (numbers, labels)
 
 
 def trainer(name, jit_compile):
+    """Makes a trainer of the model, and a stack for it."""
     model, stack = make(name)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return fa.Trainer(
+    trainer = fa.Trainer(
         model, "adam", loss, gradient_accumulation_steps=MICRO_BATCHES, jit_compile=jit_compile
-    ), stack
+    )
+    return trainer, stack
+
+
+def make_step(name, jit_compile):
+    """Makes a function that runs a train step of the model until its loss is read."""
+    form, stack = trainer(name, jit_compile)
+    return lambda: float(form.train_step(stack).loss)
 
 
 def seconds(step):
+    """Times a call."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
 
 
 def race(name):
-    """Times both forms of a model in turn; returns their medians, in ms."""
-    steps = []
-    for jit_compile in (True, False):
-        made, stack = trainer(name, jit_compile)
-        steps.append(lambda made=made, stack=stack: float(made.train_step(stack).loss))
-    for step in steps:
-        step(), step()
-    times, start = [[], []], time.perf_counter()
-    while len(times[0]) < FEWEST or time.perf_counter() - start < SECONDS:
-        for own, step in zip(times, steps, strict=True):
-            own.append(seconds(step))
-    return [1000 * statistics.median(own) for own in times]
+    """Times both forms of a model in turn; returns the medians with XLA and without, in ms."""
+    step_with = make_step(name, jit_compile=True)
+    step_without = make_step(name, jit_compile=False)
+    for step in (step_with, step_without):
+        step()  # compiles
+        step()
+    times_with = []
+    times_without = []
+    start = time.perf_counter()
+    while len(times_with) < MIN_ROUNDS or time.perf_counter() - start < MIN_SECONDS:
+        times_with.append(seconds(step_with))
+        times_without.append(seconds(step_without))
+    return 1000 * statistics.median(times_with), 1000 * statistics.median(times_without)
 
 
-def chosen(name):
-    """What "auto" is for a model, which nothing compiles."""
+def uses_xla(name):
+    """Says if "auto" chooses XLA for a model; nothing is compiled."""
     made, stack = trainer(name, "auto")
-    sample = Batch(*(tf.TensorSpec(each.shape[1:], each.dtype) for each in stack))
+    sample = Batch(*(tf.TensorSpec(array.shape[1:], array.dtype) for array in stack))
     return made._builder.get_or_build(sample, made._present_options).objective.options.uses_xla
 
 
 def main():
-    print(
-        '| model | with XLA | without | "auto" | "auto" / other |\n| --- | --- | --- | --- | --- |'
-    )
+    """Prints the table of the models that the command line names, or of all."""
+    print('| model | with XLA | without | "auto" | "auto" / other |')
+    print("| --- | --- | --- | --- | --- |")
     for name in sys.argv[1:] or MODELS:
-        times = with_xla, without = race(name)
-        own, form = (with_xla, "with") if chosen(name) else (without, "without")
-        print(
-            f"| {name} | {with_xla:.3g} | {without:.3g} | {form} | "
-            f"{own / (sum(times) - own):.2f} |",
-            flush=True,
-        )
+        with_xla, without = race(name)
+        if uses_xla(name):
+            form = "with"
+            ratio = with_xla / without
+        else:
+            form = "without"
+            ratio = without / with_xla
+        print(f"| {name} | {with_xla:.3g} | {without:.3g} | {form} | {ratio:.2f} |", flush=True)
         keras.backend.clear_session()
 
 

@@ -1,6 +1,4 @@
-"""Rewrites the measured tables of README.md and of the documentation from a run of the
-benchmarks.
-"""
+"""Rewrites the measured tables of README.md and of the documentation from a run."""
 
 import pathlib
 import re
@@ -70,43 +68,42 @@ KERNELS = (
 
 
 def update(scores):
-    """Puts the scores of a run between the markers `<!-- measured -->` and `<!-- end -->` of the
-    three files.
+    """Puts the scores of a run between `<!-- measured -->` and `<!-- end -->` of the three files.
 
-    Returns the measures of the tables that the run has no figure for; they have no row.
+    Returns:
+        The measures of the tables that the run has no figure for; they have no row.
     """
     _replace(ROOT / "README.md", by_workload(AGAINST_OTHERS, scores))
     _replace(ROOT / "docs" / "performance.md", by_workload(COST, scores))
     _replace(ROOT / "docs" / "kernels.md", kernels(scores))
-    found = {score.measure for score in scores}
-    return [measure for measure in (*AGAINST_OTHERS, *COST, *KERNELS) if measure not in found]
+    measured = {score.measure for score in scores}
+    return [measure for measure in (*AGAINST_OTHERS, *COST, *KERNELS) if measure not in measured]
 
 
 def by_workload(measures, scores):
-    """A row for each of `measures`, a column for each workload; those without any figure are left
-    out.
-    """
-    values = {
-        (score.measure, score.workload): number(score.value)
-        for score in scores
-        if score.measure in measures
-    }
-    workloads = [workload for workload in WORKLOADS if any(w == workload for _, w in values)]
+    """Writes a table with a row for each measure and a column for each workload, if measured."""
+    figures = {}
+    for score in scores:
+        if score.measure in measures:
+            figures[score.measure, score.workload] = number(score.value)
+    measured = {workload for _, workload in figures}
+    workloads = [workload for workload in WORKLOADS if workload in measured]
     rows = [["", *workloads], ["---"] * (1 + len(workloads))]
     for measure, words in measures.items():
-        cells = [values.get((measure, workload), "") for workload in workloads]
+        cells = [figures.get((measure, workload), "") for workload in workloads]
         if any(cells):
             rows.append([words, *cells])
     return _table(rows)
 
 
 def kernels(scores):
-    """A row for each kernel's measure and size."""
-    found = sorted(
-        (s for s in scores if s.measure in KERNELS), key=lambda s: KERNELS.index(s.measure)
-    )
-    rows = [[score.measure, score.workload, number(score.value), score.note] for score in found]
-    return _table([["measure", "on", "figure", ""], ["---"] * 4, *rows])
+    """Writes a table with a row for each kernel's measure and size."""
+    of_kernels = [score for score in scores if score.measure in KERNELS]
+    of_kernels.sort(key=lambda score: KERNELS.index(score.measure))
+    rows = [["measure", "on", "figure", ""], ["---"] * 4]
+    for score in of_kernels:
+        rows.append([score.measure, score.workload, number(score.value), score.note])
+    return _table(rows)
 
 
 def _table(rows):
@@ -114,11 +111,10 @@ def _table(rows):
 
 
 def _replace(path, table):
-    before = path.read_text()
     after, count = re.subn(
         r"(?s)(<!-- measured -->\n).*?(<!-- end -->)",
-        lambda found: f"{found[1]}\n{table}\n\n{found[2]}",
-        before,
+        lambda markers: f"{markers[1]}\n{table}\n\n{markers[2]}",
+        path.read_text(),
     )
     if count != 1:
         raise ValueError(

@@ -1,6 +1,4 @@
-"""Writes a run of the benchmarks up: a folder in benchmarks/results/ with the report, its charts
-and the run itself.
-"""
+"""Writes a run up in a folder of benchmarks/results/: the report, its charts and the run itself."""
 
 import datetime
 import json
@@ -28,10 +26,13 @@ def write(run, folder=None):
 
 
 def folder_name(run):
-    """`2026-11-21-2-cores`; `2026-11-21-2-cores-quick`; `2026-11-21-2-cores-fit` for a run of one
-    suite.
+    """Names the folder of a run.
+
+    A whole run is `2026-11-21-2-cores`, a quick one `2026-11-21-2-cores-quick`, and one of the
+    suite `fit` alone `2026-11-21-2-cores-fit`.
     """
-    parts = [f"{datetime.datetime.fromisoformat(run['datetime']):%Y-%m-%d}", device(run)[1]]
+    date = datetime.datetime.fromisoformat(run["datetime"])
+    parts = [f"{date:%Y-%m-%d}", device(run)[1]]
     if run.get("quick"):
         parts.append("quick")
     elif run.get("left_out"):
@@ -40,7 +41,7 @@ def folder_name(run):
 
 
 def device(run):
-    """The hardware, in words and as a part of a file name."""
+    """Names the hardware, in words and as a part of a file name."""
     info = run["machine_info"]
     if info["gpus"]:
         gpu = info["gpus"][0]
@@ -50,8 +51,9 @@ def device(run):
 
 
 def markdown(run, charts):
-    """The report; `charts` is `{title: path}`, of pictures in the report's own folder."""
-    info, commit = run["machine_info"], run["commit_info"].get("id") or "none"
+    """Writes the report; `charts` is `{title: path}`, of pictures in the report's own folder."""
+    info = run["machine_info"]
+    commit = run["commit_info"].get("id") or "none"
     versions = ", ".join(f"{package} {version}" for package, version in info["versions"].items())
     changed = " with uncommitted changes" if run["commit_info"].get("dirty") else ""
     pictures = "\n\n".join(f"![{title}]({path.name})" for title, path in charts.items())
@@ -71,18 +73,18 @@ weights (with BatchNorm, the full batch in inference mode), kernels have compute
 
 
 def _suites(run):
-    """What ran, and by name what did not."""
-    lines = [
-        "Each suite ran in a process of its own."
-        if "suites" in run
-        else "All suites ran in one process."
-    ]
+    """Says how the suites ran, and which were skipped, failed or left out."""
+    if "suites" in run:
+        lines = ["Each suite ran in a process of its own."]
+    else:
+        lines = ["All suites ran in one process."]
     if run.get("quick"):
         lines.append("Quick: of the workloads only the smallest, in few rounds.")
     if run.get("left_out"):
         lines.append(f"Left out: {', '.join(run['left_out'])}.")
     lines.append("")
-    for suite, ended in run.get("suites", {}).items():
-        for what in ("failed", "skipped"):
-            lines.extend(f"- {what} in {suite}: {line}" for line in runner.by_reason(ended[what]))
+    for suite, result in run.get("suites", {}).items():
+        for outcome in ("failed", "skipped"):
+            for line in runner.by_reason(result[outcome]):
+                lines.append(f"- {outcome} in {suite}: {line}")
     return "\n".join(lines).strip()

@@ -1,6 +1,4 @@
-"""Runs suites, each in a process of its own: programs run slower late in a process that has run
-many.
-"""
+"""Runs suites, each in a process of its own: programs run slower after many others."""
 
 import ast
 import collections
@@ -18,20 +16,21 @@ FOLDER = ROOT / "benchmarks" / "suites"
 # What `--quick` runs; the others have no small form, or are not about the workloads.
 QUICK = ("fit", "memory", "overhead", "steps_per_execution", "train_step")
 
-# Without the doctests, which are not part of a suite.
+# `addopts` leaves out the doctests, which are not part of a suite.
 PYTEST = [
     "-p",
     "no:cacheprovider",
     "-c",
-    ROOT / "pyproject.toml",
+    str(ROOT / "pyproject.toml"),
     "-o",
     "addopts=--import-mode=importlib",
 ]
+NO_TESTS_RAN = 5  # pytest's exit code, for instance when the whole file is skipped
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How one suite ended.
+    """Result of one suite.
 
     Args:
         name: of the suite: `train_step` for `test_train_step.py`.
@@ -53,22 +52,21 @@ class Result:
 
 
 def known(folder=FOLDER):
-    """`{name: path}` of the suites in `folder`, in order of their names."""
+    """Finds `{name: path}` of the suites in `folder`, in the order of their names."""
     return {path.stem.removeprefix("test_"): path for path in sorted(folder.glob("test_*.py"))}
 
 
 def run(name, path, scratch, quick=False):
     """Runs the suite `path` and returns its `Result`; its files go to the folder `scratch`."""
-    timings, outcomes = scratch / f"{name}.json", scratch / f"{name}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", path, *PYTEST]
-    command += [
-        f"--benchmark-json={timings}",
-        f"--junitxml={outcomes}",
-        *(["--quick"] if quick else []),
-    ]
+    timings = scratch / f"{name}.json"
+    junit = scratch / f"{name}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", str(path), *PYTEST]
+    command += [f"--benchmark-json={timings}", f"--junitxml={junit}"]
+    if quick:
+        command.append("--quick")
     started = time.monotonic()
-    done = subprocess.run(
-        list(map(str, command)),
+    pytest = subprocess.run(
+        command,
         cwd=ROOT,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         stdin=subprocess.DEVNULL,
@@ -78,17 +76,24 @@ def run(name, path, scratch, quick=False):
         errors="replace",
     )
     seconds = time.monotonic() - started
-    passed, skipped, failed = _outcomes(name, outcomes) if outcomes.exists() else (0, {}, {})
-    # 5: no test ran, as when the whole file is skipped.
-    if not failed and done.returncode and not (done.returncode == 5 and skipped):
-        failed = {name: f"pytest ended with exit code {done.returncode} before it could report"}
+    outcomes = Outcomes()
+    if junit.exists():
+        outcomes = _read_outcomes(name, junit)
+    is_skipped = pytest.returncode == NO_TESTS_RAN and outcomes.skipped
+    if pytest.returncode and not outcomes.failed and not is_skipped:
+        code = pytest.returncode
+        outcomes.failed[name] = f"pytest ended with exit code {code} before it could report"
+    measured = None
     # pytest-benchmark leaves the file empty when nothing was measured.
-    found = json.loads(timings.read_text()) if timings.exists() and timings.stat().st_size else None
-    return Result(name, seconds, passed, skipped, failed, done.stdout, found)
+    if timings.exists() and timings.stat().st_size:
+        measured = json.loads(timings.read_text())
+    return Result(
+        name, seconds, outcomes.passed, outcomes.skipped, outcomes.failed, pytest.stdout, measured
+    )
 
 
 def by_reason(tests):
-    """What `{test: reason}` says, a line for each reason.
+    """Writes `{test: reason}` as a line for each reason.
 
     >>> by_reason({"test_jax[GPT]": "no jax", "test_jax[MLP 128]": "no jax"})
     ['test_jax[GPT], test_jax[MLP 128]: no jax']
@@ -100,11 +105,10 @@ def by_reason(tests):
 
 
 def merge(results, left_out=(), quick=False):
-    """One run out of those of all suites, in the form of pytest-benchmark's JSON.
+    """Merges the runs of all suites into one, in the form of pytest-benchmark's JSON.
 
     Machine, commit and time are those of the first suite that measured something. Every benchmark
-    gets its `"suite"`; `"suites"` holds how each ended, `"left_out"` the names of those that were
-    not asked for.
+    gets its `"suite"`; `"suites"` holds the results, `"left_out"` the names of suites not run.
 
     Raises:
         ValueError: if no suite measured anything.
@@ -112,64 +116,64 @@ def merge(results, left_out=(), quick=False):
     measured = [result for result in results if result.run]
     if not measured:
         raise ValueError("no suite measured anything, so there is nothing to report.")
-    benchmarks = [
-        {"suite": result.name, **benchmark}
-        for result in measured
-        for benchmark in result.run["benchmarks"]
-    ]
-    for benchmark in benchmarks:
-        # Every single timing: megabytes, and the statistics are there.
-        benchmark["stats"] = {
-            key: value for key, value in benchmark["stats"].items() if key != "data"
-        }
-    ended = {
-        result.name: {
+    benchmarks = []
+    for result in measured:
+        for benchmark in result.run["benchmarks"]:
+            # "data" is every single timing: megabytes, and the statistics are there.
+            stats = {key: value for key, value in benchmark["stats"].items() if key != "data"}
+            benchmarks.append({"suite": result.name, **benchmark, "stats": stats})
+    suites = {}
+    for result in results:
+        suites[result.name] = {
             "seconds": round(result.seconds, 1),
             "passed": result.passed,
             "skipped": result.skipped,
             "failed": result.failed,
         }
-        for result in results
-    }
     return {
         **measured[0].run,
         "quick": quick,
         "left_out": list(left_out),
-        "suites": ended,
+        "suites": suites,
         "benchmarks": benchmarks,
     }
 
 
-def _outcomes(suite, path):
-    """The number of tests that passed, and `{test: reason}` of those that were skipped and that
-    failed.
+@dataclasses.dataclass
+class Outcomes:
+    """Tests of a suite: how many passed, and `{test: reason}` of those skipped and failed."""
+
+    passed: int = 0
+    skipped: dict = dataclasses.field(default_factory=dict)
+    failed: dict = dataclasses.field(default_factory=dict)
+
+
+def _read_outcomes(suite, path):
+    """Reads the `Outcomes` of a suite from pytest's JUnit XML.
 
     A suite that is skipped, or fails, as a whole is reported as a test of its own name.
     """
-    passed, skipped, failed = 0, {}, {}
+    outcomes = Outcomes()
     for case in xml.etree.ElementTree.parse(path).iter("testcase"):
         test = case.get("name") or suite
-        trouble = {kind: case.find(kind) for kind in ("skipped", "failure", "error")}
-        if trouble["skipped"] is not None:
-            skipped[test] = _reason(trouble["skipped"])
-        elif (
-            wrong := next(
-                (t for t in (trouble["failure"], trouble["error"]) if t is not None), None
-            )
-        ) is not None:
-            failed[test] = _reason(wrong)
-        else:
-            passed += 1
-    return passed, skipped, failed
+        for element in case:
+            if element.tag == "skipped":
+                outcomes.skipped[test] = _reason(element)
+            elif element.tag in ("failure", "error"):
+                outcomes.failed[test] = _reason(element)
+        if test not in outcomes.skipped and test not in outcomes.failed:
+            outcomes.passed += 1
+    return outcomes
 
 
 def _reason(element):
-    """The first line of what pytest says."""
-    message, text = element.get("message") or "", element.text or ""
-    if message == "collection skipped":  # the text is the repr of (path, line, reason)
-        message = ast.literal_eval(text)[2].removeprefix("Skipped: ")
+    """Returns the first line of pytest's message."""
+    message = element.get("message") or ""
+    text = element.text or ""
+    if message == "collection skipped":
+        _path, _line, reason = ast.literal_eval(text)
+        message = reason.removeprefix("Skipped: ")
     elif message == "collection failure":
-        message = next(
-            (line[2:].strip() for line in text.splitlines() if line.startswith("E ")), message
-        )
+        errors = (line[2:].strip() for line in text.splitlines() if line.startswith("E "))
+        message = next(errors, message)
     return message.splitlines()[0] if message else "no reason given"
