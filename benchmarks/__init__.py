@@ -1,4 +1,4 @@
-"""Benchmarks against what people use today.
+"""Benchmarks of fastaccum against what people use today.
 
 `python -m benchmarks` runs them and writes the run up; `pytest -n 0 benchmarks` runs them in one
 process.

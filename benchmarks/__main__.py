@@ -20,13 +20,14 @@ from benchmarks.tools import readme, report, runner
 from fastaccum.basics.warnings import one_line
 
 NEEDED = {"pytest": "pytest", "pytest_benchmark": "pytest-benchmark", "matplotlib": "matplotlib"}
-# What a report reads of a run.
+# Keys of a run that its report reads.
 REQUIRED_KEYS = {"benchmarks", "commit_info", "datetime", "machine_info"}
-MOST_BYTES = 2**28
+# The largest run.json that is read, in bytes: a whole run has less than one MB.
+MAX_RUN_BYTES = 2**28
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 EPILOG = """\
 exit codes: 0 done; 1 a suite failed, or nothing was measured; 2 bad arguments, nothing started;
-130 ended by Ctrl-C,
-with a report of the suites that were done. A missed bar is not a failure.
+130 ended by Ctrl-C, with a report of the suites that were done. A missed bar is not a failure.
 """
 
 
@@ -45,15 +46,15 @@ def main(argv=None, folder=runner.FOLDER, prog="python -m benchmarks"):
             raise BadArgument(f"--out {options.out} is a file: name a folder.")
         if options.from_run:
             return _write_up_again(_read(options), options, console)
-        chosen = _chosen(options, known)
-        _make_out(options)
+        chosen = _choose_suites(options, known)
+        _check_out(options)
         return _run_suites(chosen, known, options, console)
     except BadArgument as error:
         parser.error(str(error))
 
 
 class BadArgument(Exception):
-    """What the user asked for cannot be done: one line that names the value and the remedy."""
+    """Error in the arguments: one line that names the value and the remedy."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,45 +99,41 @@ def _parser(prog, known):
 
 
 def _read(options):
+    """Reads the run that `--from` names."""
+    path = options.from_run
     if options.suites or options.quick:
         raise BadArgument("--from runs nothing: leave out --quick and the names of suites.")
     try:
-        if not options.from_run.exists():
-            raise BadArgument(
-                f"--from {options.from_run} is not there: name the run.json of an earlier run."
-            )
-        if not options.from_run.is_file():
-            raise BadArgument(
-                f"--from {options.from_run} is no file: name the run.json of an earlier run."
-            )
-        if options.from_run.stat().st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES:,} bytes, as no run.json has")
-        run = json.loads(options.from_run.read_text())
+        if not path.exists():
+            raise BadArgument(f"--from {path} is not there: name the run.json of an earlier run.")
+        if not path.is_file():
+            raise BadArgument(f"--from {path} is no file: name the run.json of an earlier run.")
+        if path.stat().st_size > MAX_RUN_BYTES:
+            raise ValueError(f"it has more than {MAX_RUN_BYTES:,} bytes, as no run.json has")
+        run = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise BadArgument(f"--from {options.from_run} cannot be read: {error}") from error
-    if (
-        not isinstance(run, dict)
-        or REQUIRED_KEYS - run.keys()
-        or not isinstance(run["benchmarks"], list)
-    ):
+        raise BadArgument(f"--from {path} cannot be read: {error}") from error
+    is_run = isinstance(run, dict) and run.keys() >= REQUIRED_KEYS
+    if not is_run or not isinstance(run["benchmarks"], list):
         raise BadArgument(
-            f"--from {options.from_run} is not a run of these benchmarks: it must be a run.json, "
+            f"--from {path} is not a run of these benchmarks: it must be a run.json, "
             "or what `pytest -n 0 benchmarks --benchmark-json` wrote."
         )
-    _check_readme(options, set(runner.known()) - set(run.get("suites", {})), run.get("quick"))
+    left_out = runner.known().keys() - run.get("suites", {})
+    _check_readme(options, left_out, run.get("quick"))
     return run
 
 
 def _write_up_again(run, options, console):
-    _make_out(options)
+    _check_out(options)
     try:
         return _write_up(run, options, console)
     except (AttributeError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         raise BadArgument(f"--from {options.from_run} cannot be written up: {error!r}") from error
 
 
-def _make_out(options):
-    """At once, not after an hour of measuring."""
+def _check_out(options):
+    """Checks that the folder of the report can be made, before an hour of measuring."""
     try:
         if options.out and not options.out.exists():
             options.out.mkdir(parents=True)
@@ -145,11 +142,11 @@ def _make_out(options):
         raise BadArgument(f"--out {options.out} cannot be made: {error}") from error
 
 
-def _chosen(options, known):
-    """The names of the suites to run."""
-    unknown = [name for name in options.suites if name not in known]
-    if unknown:
-        raise BadArgument(f"unknown suite {unknown[0]!r}; the suites are {', '.join(known)}.")
+def _choose_suites(options, known):
+    """Returns the names of the suites to run."""
+    for name in options.suites:
+        if name not in known:
+            raise BadArgument(f"unknown suite {name!r}; the suites are {', '.join(known)}.")
     missing = [
         package for module, package in NEEDED.items() if not importlib.util.find_spec(module)
     ]
@@ -157,12 +154,13 @@ def _chosen(options, known):
         raise BadArgument(
             f'{", ".join(missing)} must be installed: pip install -c constraints.txt -e ".[test]"'
         )
-    chosen = [
-        name
-        for name in known
-        if name in (options.suites or (runner.QUICK if options.quick else known))
-    ]
-    _check_readme(options, set(known) - set(chosen), options.quick)
+    wanted = known
+    if options.suites:
+        wanted = options.suites
+    elif options.quick:
+        wanted = runner.QUICK
+    chosen = [name for name in known if name in wanted]
+    _check_readme(options, known.keys() - chosen, options.quick)
     return chosen
 
 
@@ -177,7 +175,8 @@ def _run_suites(chosen, known, options, console):
     left_out = [name for name in known if name not in chosen]
     if left_out:
         console.print(f"left out: {', '.join(left_out)}", soft_wrap=True)
-    results, interrupted = [], False
+    results = []
+    interrupted = False
     columns = (
         BarColumn(20),
         MofNCompleteColumn(),
@@ -189,8 +188,9 @@ def _run_suites(chosen, known, options, console):
         try:
             for name in chosen:
                 bar.update(task, description=name)
-                results.append(runner.run(name, known[name], pathlib.Path(scratch), options.quick))
-                _print_outcome(results[-1], console)
+                result = runner.run(name, known[name], pathlib.Path(scratch), options.quick)
+                results.append(result)
+                _print_result(result, console)
                 bar.advance(task)
             bar.update(task, description="done")
         except KeyboardInterrupt:
@@ -199,64 +199,64 @@ def _run_suites(chosen, known, options, console):
             console.print(
                 f"\ninterrupted; left out: {', '.join(left_out)}", style="red", soft_wrap=True
             )
+    if interrupted:
+        options.readme = False  # the tables need a run of all suites
     try:
         run = runner.merge(results, left_out, options.quick)
     except ValueError as error:
         console.print(error, style="red")
-        return 130 if interrupted else 1
-    if interrupted:
-        options.readme = False  # which needs a run of all suites
-    code = _write_up(run, options, console)
-    return 130 if interrupted else code
+        code = 1
+    else:
+        code = _write_up(run, options, console)
+    return INTERRUPTED if interrupted else code
 
 
-def _print_outcome(result, console):
-    """How one suite ended: a line, the output of a failure, and the reasons of what was skipped and
-    failed.
-    """
+def _print_result(result, console):
+    """Prints a line for a suite, the output of a failure, and the reasons of failures and skips."""
     counts = {"passed": result.passed, "skipped": len(result.skipped), "failed": len(result.failed)}
-    summary = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    console.print(
-        f"{result.name}: {summary}, {result.seconds:.0f} s", style="red" if result.failed else ""
-    )
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+    style = "red" if result.failed else ""
+    console.print(f"{result.name}: {summary}, {result.seconds:.0f} s", style=style)
     if result.failed:
         console.print(result.output, soft_wrap=True)
-    for what, tests in (("skipped", result.skipped), ("failed", result.failed)):
-        for line in runner.by_reason(tests):
-            console.print(f"  {what}: {line}", soft_wrap=True)
+    for line in runner.by_reason(result.skipped):
+        console.print(f"  skipped: {line}", soft_wrap=True)
+    for line in runner.by_reason(result.failed):
+        console.print(f"  failed: {line}", soft_wrap=True)
 
 
 def _write_up(run, options, console):
-    found = scores.of_run(run)
-    console.print(_table(found, report.device(run)[0]))
+    """Prints the scores of a run, writes its report, and returns the exit code."""
+    run_scores = scores.of_run(run)
+    device, _ = report.device(run)
+    console.print(_table(run_scores, device))
     console.print(f"report: {report.write(run, options.out) / 'README.md'}", soft_wrap=True)
-    failed = [name for name, ended in run.get("suites", {}).items() if ended["failed"]]
+    failed = [name for name, result in run.get("suites", {}).items() if result["failed"]]
     if failed:
         kept = "; the measured tables stay as they were" if options.readme else ""
         console.print(f"failed: {', '.join(failed)}{kept}", style="red")
         return 1
     if options.readme:
-        for measure in readme.update(found):
+        for measure in readme.update(run_scores):
             console.print(f"no figure in this run, hence no row: {measure}", soft_wrap=True)
     return 0
 
 
-def _table(found, device):
-    """The scores, in colour those that have a bar."""
+def _table(run_scores, device):
+    """Makes a table of the scores, coloured where there is a bar."""
     table = Table("measure", "workload", title=f"medians of interleaved rounds, {device}")
     for header in ("figure", "bar"):
         table.add_column(header, justify="right")
     table.add_column("")
-    for score in found:
-        bar = f"{score.bar[0]} {score.bar[1]:g}" if score.bar else ""
-        style = {"reached": "green", "MISSED": "red"}.get(score.verdict, "")
+    styles = {"reached": "green", "MISSED": "red", "": ""}
+    for score in run_scores:
         table.add_row(
             score.measure,
             score.workload,
             scores.number(score.value),
-            bar,
+            score.bar_text,
             score.verdict,
-            style=style,
+            style=styles[score.verdict],
         )
     return table
 

@@ -12,15 +12,12 @@ QUICK = (
     "first of each benchmark"
 )
 
-# Modules whose doctests cannot be looked for where the framework that they are written in is
-# missing.
-_WRITTEN_IN = {"jax": ["*/jax_*.py", "gpu/run.py"], "torch": ["*/torch_*.py"]}
-collect_ignore_glob = [
-    each
-    for package, patterns in _WRITTEN_IN.items()
-    if not importlib.util.find_spec(package)
-    for each in patterns
-]
+# Modules of a framework: where it is missing, pytest cannot import them to look for doctests.
+collect_ignore_glob = []
+if not importlib.util.find_spec("jax"):
+    collect_ignore_glob += ["*/jax_*.py", "gpu/run.py"]
+if not importlib.util.find_spec("torch"):
+    collect_ignore_glob += ["*/torch_*.py"]
 
 
 def pytest_addoption(parser):
@@ -43,7 +40,7 @@ def pytest_collection_modifyitems(config, items):
         return
     left_out = pytest.mark.skip(reason=f"--quick runs {models.MLP_128.name} only")
     for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        parameters = _parameters(item)
         for name, value in parameters.items():
             if value is models.MLP_128:
                 parameters[name] = dataclasses.replace(value, rounds=QUICK_ROUNDS)
@@ -51,15 +48,22 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(left_out)
 
 
-def _with_first_workload(items, workload):
+def _parameters(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _with_first_workload(items, workload_class):
     """Returns the benchmarks, each with the first of its workloads alone."""
-    kept = {}
+    kept = []
+    seen = set()
     for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        others = tuple(
-            repr(value) for value in parameters.values() if not isinstance(value, workload)
-        )
-        kept.setdefault(
-            (item.path, item.originalname, others) if len(others) < len(parameters) else item, item
-        )
-    return list(kept.values())
+        values = _parameters(item).values()
+        if not any(isinstance(value, workload_class) for value in values):
+            kept.append(item)
+            continue
+        settings = [repr(value) for value in values if not isinstance(value, workload_class)]
+        benchmark = (item.path, item.originalname, *settings)
+        if benchmark not in seen:
+            seen.add(benchmark)
+            kept.append(item)
+    return kept

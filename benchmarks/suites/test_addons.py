@@ -1,6 +1,4 @@
-"""The train step with tensorflow-addons' LAMB: ours, and the custom loop that its users wrote, on
-the same model.
-"""
+"""Train step with tensorflow-addons' LAMB: ours, and the custom loop that its users wrote."""
 
 import dataclasses
 import importlib.util
@@ -27,7 +25,8 @@ def test_addons(workload, benchmark, report):
                 'pip install -c constraints.txt -e ".[addons]" adds it'
             )
     workload = dataclasses.replace(workload, optimizer=lambda: fa.addons.optimizers.LAMB(1e-3))
-    ours, theirs = contestants.make_train_step(workload), addons_lamb_loop.make(workload)
+    ours = contestants.make_train_step(workload)
+    theirs = addons_lamb_loop.make(workload)
     our_outcome = agreement.outcome_of_train_step(ours, workload)
     agreement.assert_agree(our_outcome, agreement.outcome_of_train_step(theirs, workload), NAME)
 

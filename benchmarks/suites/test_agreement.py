@@ -1,4 +1,4 @@
-"""The check before any timing must fail for a contestant that trains otherwise."""
+"""Tests that the check before any timing fails for a contestant that trains differently."""
 
 import dataclasses
 

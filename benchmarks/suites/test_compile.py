@@ -1,4 +1,4 @@
-"""How many programs one epoch of `fit` compiles when everything varies that may.
+"""Programs that one epoch of `fit` compiles when everything varies that may.
 
 The epoch has batches of varying size, a short last stack and a callback that moves the learning
 rate. Programs are counted by the calls of a layer's Python code: tracing a program calls it,
@@ -44,12 +44,12 @@ def test_programs_in_a_ragged_epoch(kind, benchmark, report):
 
 
 def calls_in_fit(kind, epochs):
-    """How often `fit` calls the probe, over epochs of batches of these sizes."""
+    """Counts the calls of the probe in `fit`, over epochs of batches of these sizes."""
     probe = Probe()
-    middle = [keras.layers.BatchNormalization()] if kind == "batch statistics" else []
-    model = keras.Sequential(
-        [keras.Input((16,)), keras.layers.Dense(8), *middle, probe, keras.layers.Dense(1)]
-    )
+    layers = [keras.Input((16,)), keras.layers.Dense(8)]
+    if kind == "batch statistics":
+        layers.append(keras.layers.BatchNormalization())
+    model = keras.Sequential([*layers, probe, keras.layers.Dense(1)])
     trainer = fa.Trainer(model, "adamw", "mse", gradient_accumulation_steps=ACCUMULATION)
     decay = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
     before = probe.calls

@@ -1,6 +1,4 @@
-"""Linear cross-entropy, forward and backward, against the unfused layer and loss: time, and XLA's
-temp memory.
-"""
+"""Time and temp memory of linear cross-entropy and its gradients, against layer and loss apart."""
 
 import dataclasses
 import statistics
@@ -19,6 +17,8 @@ ROUNDS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
+    """Sizes of the head of a language model."""
+
     tokens: int
     vocabulary: int
     width: int
@@ -28,21 +28,24 @@ class Sizes:
         return f"{self.tokens:,} tokens x {self.vocabulary:,} x {self.width}"
 
     def arguments(self):
-        """hidden, kernel, labels and the losses' weights."""
+        """Draws hidden, kernel, labels and the losses' weights."""
         rng = np.random.default_rng(0)
         hidden = rng.normal(size=(self.tokens, self.width))
         kernel = rng.normal(size=(self.width, self.vocabulary)) / self.width**0.5
         labels = rng.integers(0, self.vocabulary, self.tokens)
         weights = rng.uniform(0.5, 1.5, self.tokens)
-        hidden, kernel, weights = (tf.constant(a, tf.float32) for a in (hidden, kernel, weights))
-        return hidden, kernel, tf.constant(labels, tf.int32), weights
+        return (
+            tf.constant(hidden, tf.float32),
+            tf.constant(kernel, tf.float32),
+            tf.constant(labels, tf.int32),
+            tf.constant(weights, tf.float32),
+        )
 
 
 def unfused(hidden, kernel, labels):
-    """What a Keras model does: a Dense layer, then sparse categorical cross-entropy from its
-    logits.
-    """
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, tf.matmul(hidden, kernel))
+    """Computes the losses as a Keras model does: a Dense layer, then cross-entropy from logits."""
+    logits = tf.matmul(hidden, kernel)
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
 
 
 def with_gradients(losses):
@@ -60,16 +63,17 @@ def seconds(times):
 
 
 def test_linear_cross_entropy(benchmark, report):
-    sizes = Sizes(4096, 16384, 64) if benchmark.disabled else Sizes(8192, 32768, 512)
+    sizes = Sizes(tokens=8192, vocabulary=32768, width=512)
+    if benchmark.disabled:
+        sizes = Sizes(tokens=4096, vocabulary=16384, width=64)
     arguments = sizes.arguments()
     programs = {"ours": with_gradients(linear_cross_entropy), "unfused": with_gradients(unfused)}
-    temp = {
-        name: memory_analysis(program, *arguments).temp_bytes for name, program in programs.items()
-    }
-    for got, expected in zip(
-        programs["ours"](*arguments), programs["unfused"](*arguments), strict=True
-    ):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    our_temp = memory_analysis(programs["ours"], *arguments).temp_bytes
+    unfused_temp = memory_analysis(programs["unfused"], *arguments).temp_bytes
+    results = programs["ours"](*arguments)
+    expected = programs["unfused"](*arguments)
+    for result, expected_result in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, expected_result, rtol=1e-4, atol=1e-5)
 
     def timed(name):
         return lambda: float(programs[name](*arguments)[0])
@@ -78,8 +82,8 @@ def test_linear_cross_entropy(benchmark, report):
     report(
         "linear_cross_entropy: temp memory / unfused",
         sizes,
-        temp["ours"] / temp["unfused"],
-        f"{temp['ours'] / 2**20:.4g} MiB, unfused {temp['unfused'] / 2**20:.4g} MiB",
+        our_temp / unfused_temp,
+        f"{our_temp / 2**20:.4g} MiB, unfused {unfused_temp / 2**20:.4g} MiB",
     )
     if times:
         note = f"{seconds(times['ours'])}, unfused {seconds(times['unfused'])}"

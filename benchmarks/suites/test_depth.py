@@ -1,7 +1,6 @@
-"""Deeper models: one `LayerStack` against the same layers unrolled, as far as unrolled ones compile
-in seconds.
+"""Deeper models: one `LayerStack` against the same layers unrolled, up to 8 layers.
 
-Depth is what a stack keeps out of the first step and of the activations' memory, for a second
+With a stack the first step and the activations' memory hardly grow with depth; it costs a second
 forward pass.
 """
 
@@ -10,7 +9,8 @@ import pytest
 
 from benchmarks.support import agreement, axes, models, processes
 
-STACKED, UNROLLED = "LayerStack", "unrolled"
+STACKED = "LayerStack"
+UNROLLED = "unrolled"
 
 
 @pytest.mark.parametrize("workload", [models.GPT], ids=lambda w: w.name)
@@ -18,16 +18,15 @@ def test_depth(workload, benchmark, series):
     depths = {STACKED: (2,), UNROLLED: (2,)}
     if not benchmark.disabled:
         depths = {STACKED: (2, 4, 8, 16, 32, 48), UNROLLED: (2, 4, 8)}
-    points = {
-        (form, depth): (models.gpt_of_depth, depth, form == STACKED)
-        for form in depths
-        for depth in depths[form]
-    }
+    points = {}
+    for form in (STACKED, UNROLLED):
+        for depth in depths[form]:
+            points[form, depth] = (models.gpt_of_depth, depth, form == STACKED)
     with processes.contestants_of(points) as contestants:
         footprints = {point: contestant.footprint() for point, contestant in contestants.items()}
         losses = {point: contestant.outcome().losses for point, contestant in contestants.items()}
-        # Their weights have different shapes; the second loss is that of the first one's updated
-        # weights.
+        # The weights of the two forms have different shapes. The second loss comes from updated
+        # weights, so it compares them.
         for depth in depths[UNROLLED]:
             np.testing.assert_allclose(
                 losses[STACKED, depth],
@@ -38,7 +37,7 @@ def test_depth(workload, benchmark, series):
         times, rate = processes.take_turns(benchmark, contestants, workload.rounds)
 
     examples = models.gpt_of_depth(2, stacked=True).update_size
-    for form in depths:
-        its_footprints = {depth: footprints[form, depth] for depth in depths[form]}
-        its_times = {depth: times[form, depth] for depth in depths[form]}
-        axes.record(series, "depth", form, its_footprints, its_times, rate, examples, "example")
+    for form in (STACKED, UNROLLED):
+        by_depth = {depth: footprints[form, depth] for depth in depths[form]}
+        times_by_depth = {depth: times[form, depth] for depth in depths[form]}
+        axes.record(series, "depth", form, by_depth, times_by_depth, rate, examples, "example")

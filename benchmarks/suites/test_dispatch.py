@@ -1,5 +1,4 @@
-"""What a call of a compiled train step costs beyond its arithmetic, for models of many small
-variables.
+"""Cost of a call of a compiled train step beyond its arithmetic, for many small variables.
 
 A dispatch of one step takes A + D, one of k steps in the same program k A + D, with A the
 arithmetic of a step and D the dispatch: Python, TensorFlow's handing of every variable to XLA and
@@ -42,10 +41,11 @@ def test_dispatch(count, benchmark, report, series, request):
 
     times = race(benchmark, one, {"many": many}, workload.rounds)
     if times:
-        pairs = list(zip(times["ours"], times["many"], strict=True))
-        dispatch = 1e3 * statistics.median(
-            (STEPS * single - of_many) / (STEPS - 1) for single, of_many in pairs
-        )
+        seconds = [
+            (STEPS * single - several) / (STEPS - 1)
+            for single, several in zip(times["ours"], times["many"], strict=True)
+        ]
+        dispatch = 1e3 * statistics.median(seconds)
         note = (
             f"a step alone {milliseconds(times['ours'], 1)}, one of {STEPS} "
             f"{milliseconds(times['many'], STEPS)}"
@@ -53,25 +53,21 @@ def test_dispatch(count, benchmark, report, series, request):
         report(f"dispatch at {count:,} variables, ms", workload, dispatch, note)
         line = "variables of 4 numbers"
         series("dispatch against variables", line, [count], [dispatch], "variables", "dispatch, ms")
-        series(
-            "first step against variables",
-            line,
-            [count],
-            [first_step],
-            "variables",
-            "first step, s",
-        )
+        label = "first step, s"
+        series("first step against variables", line, [count], [first_step], "variables", label)
 
 
 def programs(trainer, workload):
-    """Calls of one step, and of STEPS steps in one dispatch, on the same stack; each waits for its
-    loss.
-    """
+    """Returns functions that run one step, and STEPS steps in one dispatch, until the loss."""
     stack = contestants.feed_stack(workload.stacks(1)[0])
-    # What `fit` calls with steps_per_execution=STEPS, without its input pipeline.
+    # `fit` calls this with steps_per_execution=STEPS; here it has no input pipeline.
     step, batch = trainer._step_inputs.prepare(stack)
     batches = tf.nest.map_structure(lambda t: tf.stack([t] * STEPS), batch)
-    return (
-        lambda: float(trainer.train_step(stack).loss),
-        lambda: float(step.compiled_execute_many(batches).result.loss),
-    )
+
+    def one():
+        return float(trainer.train_step(stack).loss)
+
+    def many():
+        return float(step.compiled_execute_many(batches).result.loss)
+
+    return one, many

@@ -1,6 +1,4 @@
-"""The main job's train step with the kernels, against the same model with unfused attention and
-Keras's own loss.
-"""
+"""Train step of a GPT with the kernels, against unfused attention and Keras's own loss."""
 
 import dataclasses
 
@@ -25,15 +23,17 @@ NANO = dataclasses.replace(
 
 
 class UnfusedAttention(transformer.CausalSelfAttention):
-    """The layer without the kernel, as one writes it in Keras."""
+    """Causal self-attention without the kernel, as one writes it in Keras."""
 
     def call(self, x_BTD):
-        batch, time, width = tf.shape(x_BTD)[0], x_BTD.shape[1], x_BTD.shape[2]
+        batch = tf.shape(x_BTD)[0]
+        _, time, width = x_BTD.shape
         qkv = tf.reshape(self.qkv(x_BTD), [batch, time, 3, self.heads, self.head_width])
         q, k, v = tf.unstack(tf.transpose(qkv, [2, 0, 3, 1, 4]))
-        tables = (transformer._rotary(time, self.head_width, sine) for sine in (False, True))
-        cos, sin = (tf.transpose(t, [1, 0, 2]) for t in tables)
-        q, k = (transformer._rotate(t, cos, sin) for t in (q, k))
+        cos = tf.transpose(transformer._rotary(time, self.head_width, sine=False), [1, 0, 2])
+        sin = tf.transpose(transformer._rotary(time, self.head_width, sine=True), [1, 0, 2])
+        q = transformer._rotate(q, cos, sin)
+        k = transformer._rotate(k, cos, sin)
         scores = tf.matmul(q * self.head_width**-0.5, k, transpose_b=True)
         position = tf.range(time)
         weights = tf.nn.softmax(tf.where(position[:, None] >= position[None, :], scores, -1e30))

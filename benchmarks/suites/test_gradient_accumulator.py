@@ -1,8 +1,7 @@
-"""`fit` over one epoch: ours, and tf_keras with the `gradient-accumulator` package, from NumPy
-arrays to the loss.
+"""One epoch of `fit`: ours, and tf_keras with the `gradient-accumulator` package.
 
-It asks for numpy <= 1.23.2, which current TensorFlow does not take, but runs with a newer one:
-hence `--no-deps`.
+The package asks for numpy <= 1.23.2, which current TensorFlow does not take, but runs with a newer
+one: hence `--no-deps`.
 """
 
 import importlib
@@ -22,8 +21,7 @@ INSTALL = {
 }
 
 
-# Multilayer perceptrons: the GPT is a Keras 3 model, and tf_keras's BatchNorm keeps another
-# variance.
+# The GPT is a Keras 3 model, and tf_keras's BatchNorm keeps another variance.
 @pytest.mark.parametrize("workload", [models.MLP_128, models.MLP_2048], ids=lambda w: w.name)
 def test_gradient_accumulator(workload, benchmark, report):
     for package, install in INSTALL.items():

@@ -1,4 +1,4 @@
-"""The memory that XLA plans for a step of the 1.3B-parameter GPT on an H200.
+"""Memory that XLA plans for a step of the 1.3B-parameter GPT on an H200.
 
 Nothing of that size is held here: the variables are zeros in one shared buffer, and the step is
 compiled for a device that is only described. Peak memory is what the program needs on the device:
@@ -14,7 +14,9 @@ import numpy as np
 
 import fastaccum as fa
 
-MICRO_BATCHES, BATCH_SIZE, CONTEXT = 8, 8, 2048
+MICRO_BATCHES = 8
+BATCH_SIZE = 8
+CONTEXT = 2048  # tokens
 GIB = 2**30
 
 

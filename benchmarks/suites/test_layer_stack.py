@@ -1,13 +1,13 @@
-"""What a LayerStack costs and saves against the same transformer blocks unrolled, where nothing is
-recomputed.
+"""Time and memory of a LayerStack against the same blocks unrolled, without recomputation.
 
 The first step is all of tracing, compiling and running forward and backward; the two depths are
-timed on new stacks in alternation. Temp memory is what XLA plans for that program: the batch is
-such that activations dominate, as in training, and not the weights' gradients.
+timed on new stacks in alternation. Temp memory is XLA's plan for that program, with a batch for
+which activations dominate, as in training, and not the weights' gradients.
 """
 
 import dataclasses
 import functools
+import statistics
 import time
 
 import keras
@@ -38,7 +38,7 @@ class Blocks:
         return tf.random.stateless_normal([self.batch, self.time, self.width], [SEED, 0])
 
     def program(self, depth, implementation="auto", policy="auto"):
-        """Forward and backward, as one compiled function of the input; not traced yet."""
+        """Makes one compiled function for forward and backward; it is not traced yet."""
         keras.utils.set_random_seed(SEED)
         block = functools.partial(TransformerBlock, self.width // 32)
         stack = LayerStack(block, depth, policy=policy, implementation=implementation)
@@ -65,7 +65,8 @@ def blocks(request, benchmark):
 
 
 def seconds_of_first_step(blocks, depth):
-    program, x = blocks.program(depth), blocks.input()
+    program = blocks.program(depth)
+    x = blocks.input()
     started = time.perf_counter()
     float(program(x)[0])
     return time.perf_counter() - started
@@ -81,14 +82,13 @@ def test_first_step(blocks, benchmark, report):
             seconds.append(seconds_of_first_step(blocks, depth))
 
     benchmark.pedantic(time_both, rounds=rounds)
-    note = ", ".join(
-        f"{depth}: {sorted(seconds)[len(seconds) // 2]:.3g} s" for depth, seconds in times.items()
-    )
+    note = f"4: {statistics.median(times[4]):.3g} s, 48: {statistics.median(times[48]):.3g} s"
     report("LayerStack: first step, depth 48 / 4", blocks, ratio(times[48], times[4]), note)
 
 
 def test_step(blocks, benchmark, report):
-    depth, x = (2 if benchmark.disabled else 12), blocks.input()
+    depth = 2 if benchmark.disabled else 12
+    x = blocks.input()
 
     def make(implementation):
         program = blocks.program(depth, implementation)
@@ -113,12 +113,12 @@ def test_memory(benchmark, report):
     depth = 4 if benchmark.disabled else 48
 
     def temp(implementation, policy="auto"):
-        return memory_analysis(
-            BLOCKS.program(depth, implementation, policy), BLOCKS.input()
-        ).temp_bytes
+        program = BLOCKS.program(depth, implementation, policy)
+        return memory_analysis(program, BLOCKS.input()).temp_bytes
 
     ours = benchmark.pedantic(temp, ["auto", "nothing_saveable"], rounds=1)
-    default, unrolled = temp("auto"), temp("reference")
+    default = temp("auto")
+    unrolled = temp("reference")
     note = (
         f"depth {depth}, nothing_saveable: {ours / 1e6:.4g} MB, auto {default / 1e6:.4g}, "
         f"unrolled {unrolled / 1e6:.4g}"

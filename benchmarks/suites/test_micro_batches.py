@@ -1,7 +1,7 @@
-"""The same update of 64 examples in 1 to 64 micro-batches: time, memory, and the first step.
+"""Time, memory and first step of one update of 64 examples in 1 to 64 micro-batches.
 
 Every division has a process of its own, and they take turns. Equal losses and weights come first:
-how an update is cut must not change what it is.
+the number of micro-batches must not change an update.
 """
 
 import pytest

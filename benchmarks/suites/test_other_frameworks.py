@@ -1,13 +1,13 @@
-"""The train step: ours in TensorFlow, and gradient accumulation in JAX and in PyTorch, on the CPU
-in float32.
+"""Train step of ours, of JAX and of PyTorch, on the CPU in float32.
 
-Each peer runs in a process of its own, taking turns with ours: in one process, PyTorch's threads
-and TensorFlow's fight for the cores (its GPT step took four times as long). It has its own test, so
-that one that is not installed hides no other. A timed block is as in `test_train_step`.
+Each peer runs in a process of its own, taking turns with ours: in one process, the threads of
+PyTorch and TensorFlow fight for the cores, and PyTorch's GPT step took four times as long. Each
+peer has its own test, so a framework that is not installed hides no other. A timed block is as in
+`test_train_step`.
 
 Keras's Adam adds epsilon before it corrects the bias of the second moment (the "epsilon hat" of
-Kingma and Ba 2015), optax's and PyTorch's after, so that Keras's counts up to 32 times as much in
-the first steps. All train with one that is too small to matter.
+Kingma and Ba 2015), optax's and PyTorch's after, so Keras's epsilon counts up to 32 times as much
+in the first steps. All train with one that is too small to matter.
 """
 
 import importlib.util
@@ -60,7 +60,7 @@ def test_other_framework(name, workload, benchmark, report):
 
 
 def module_and_function(name):
-    """Where the peer is made; skips the test where it cannot run, and says what is missing."""
+    """Returns the module and the function that make the peer; skips the test if it cannot run."""
     packages, module, function = PEERS[name]
     for package in packages:
         if importlib.util.find_spec(package) is None:

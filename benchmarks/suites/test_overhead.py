@@ -1,4 +1,4 @@
-"""What `fit` adds to the bare train step: the loop, the input pipeline, the callbacks.
+"""Overhead of `fit` over the bare train step: the loop, the input pipeline, the callbacks.
 
 Both train one trainer on the same examples: `fit` from NumPy arrays, the bare loop from stacks that
 are tensors already. Each ends when its last loss is read.
@@ -20,7 +20,7 @@ def test_overhead(workload, benchmark, report):
     fit = contestants.as_fit(trainer, workload)
     step = contestants.as_train_step(trainer)
 
-    # One trainer, so one compilation, for both.
+    # Both use one trainer, so that it compiles once.
     restore = agreement.snapshot(trainer)
     by_fit = agreement.outcome_of_fit(fit, workload)
     restore()

@@ -1,4 +1,4 @@
-"""Longer windows of tokens at the same number of tokens an update: only attention may cost more."""
+"""Cost of longer windows at the same number of tokens an update: only attention may cost more."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""The train step on four logical CPU devices: the optimizer's slots shared out over them, and all
-slots on each.
-"""
+"""Train step on four logical CPU devices, with sharded and with replicated slots."""
 
 import pytest
 
@@ -8,18 +6,22 @@ from benchmarks.support import agreement, models, processes
 from benchmarks.support.race import race
 from benchmarks.support.scores import milliseconds, ratio
 
-DEVICES, REPLICATED = 4, "replicated"
+DEVICES = 4
+REPLICATED = "replicated"
 
 
 @pytest.mark.parametrize("workload", [models.MLP_2048, models.GPT], ids=lambda w: w.name)
 def test_shards(workload, benchmark, report):
     with processes.replicas(workload.name, DEVICES) as replicas:
-        agreement.assert_agree(replicas.outcome(True), replicas.outcome(False), REPLICATED)
+        sharded = replicas.outcome(True)
+        agreement.assert_agree(sharded, replicas.outcome(False), REPLICATED)
         updates = 1 if benchmark.disabled else workload.step_updates
         replicas.prepare(updates)
-        rounds = 3 * workload.rounds
         times = race(
-            benchmark, lambda: replicas.run(True), {REPLICATED: lambda: replicas.run(False)}, rounds
+            benchmark,
+            lambda: replicas.run(True),
+            {REPLICATED: lambda: replicas.run(False)},
+            3 * workload.rounds,
         )
     if times:
         note = (

@@ -1,6 +1,4 @@
-"""`fit` with several train steps in a dispatch: what it gains where a step takes about as long as
-its dispatch.
-"""
+"""Gain of several train steps in a dispatch, where a step takes about as long as its dispatch."""
 
 import statistics
 
@@ -31,13 +29,11 @@ def test_steps_per_execution(workload, benchmark, report, series):
         times[1] = times.pop("ours")
         note = f"1: {milliseconds(times[1], UPDATES)}, 32: {milliseconds(times[32], UPDATES)}"
         report("steps per execution: 1 / 32", workload, ratio(times[1], times[32]), note)
-        seconds = [statistics.median(times[count]) / UPDATES for count in counts]
-        chart, label = "time per update in fit against steps per execution", "time per update, ms"
         series(
-            chart,
+            "time per update in fit against steps per execution",
             workload.name,
             counts,
-            [1e3 * each for each in seconds],
+            [1e3 * statistics.median(times[count]) / UPDATES for count in counts],
             "steps per execution",
-            label,
+            "time per update, ms",
         )

@@ -1,4 +1,4 @@
-"""The train step: ours, the two hand-written loops, and one XLA step over the full batch.
+"""Train step of ours, of two hand-written loops, and of one XLA step over the full batch.
 
 A timed block is `step_updates` updates on data that lies in tensors already, and ends when its last
 loss is read.
@@ -43,9 +43,7 @@ def test_train_step(workload, benchmark, report):
 
 @pytest.mark.parametrize("workload", [models.CONVNET], ids=lambda w: w.name)
 def test_full_batch_agrees_with_frozen_statistics(workload):
-    """BatchNorm over 16 and over 128 images differ by nature, so that pair is compared in inference
-    mode.
-    """
+    """Compares in inference mode: BatchNorm over 16 and over 128 images differ by nature."""
     workload = workload.with_frozen_statistics()
     ours = agreement.outcome_of_train_step(contestants.make_train_step(workload), workload)
     theirs = agreement.outcome_of_train_step(full_batch.make(workload), workload)

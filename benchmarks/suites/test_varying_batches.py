@@ -1,10 +1,9 @@
-"""Five epochs of batches of other sizes, or of texts padded per batch to other lengths, in a new
-process each time: ours and Keras 3's accumulation, with the defaults of both and all that they
-compile.
+"""Five epochs of batches whose sizes vary, or the lengths of their padded texts.
 
-The batches come in another order in each epoch, in threes. Keras's update is a mean of the batches'
-means, another one where they differ; that ours is that of all rows is held by
-tests/step/test_varied_lengths.py.
+Contestants are ours and Keras 3's accumulation, with the defaults of both, each time in a new
+process with all that it compiles. The batches come in another order in each epoch; an update takes
+three. Keras's update is the mean of the batches' means, which differs from the mean of all rows if
+the sizes differ; tests/step/test_varied_lengths.py holds ours to the latter.
 """
 
 import functools
@@ -12,6 +11,7 @@ import importlib.util
 import statistics
 import time
 import types
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -21,7 +21,9 @@ from benchmarks.support.processes import in_new_process
 from benchmarks.support.race import race
 
 SIZES = (17, 9, 32, 5, 21, 8, 30, 3, 13, 26)
-EPOCHS, ACCUMULATION, ROUNDS = 5, 3, 3
+EPOCHS = 5
+ACCUMULATION = 3
+ROUNDS = 3
 WORDS = 1000
 layers = keras.layers
 
@@ -45,51 +47,55 @@ class Batches(keras.utils.PyDataset):
         self._random.shuffle(self._order)
 
 
-def of_sizes(shape):
+def batches_of_sizes(shape):
+    """Draws a batch of each of the SIZES, of rows of this shape."""
     random = np.random.default_rng(0)
-    return [
-        (random.normal(size=(n, *shape)).astype("float32"), random.normal(size=(n, 1)))
-        for n in SIZES
-    ]
+    batches = []
+    for rows in SIZES:
+        x = random.normal(size=(rows, *shape)).astype("float32")
+        y = random.normal(size=(rows, 1))
+        batches.append((x, y))
+    return batches
 
 
-def of_lengths(batches=30, rows=16):
-    """Texts of log-normal lengths from 8 to 128, each batch padded to its longest one."""
+def batches_of_texts(count=30, rows=16):
+    """Draws texts of log-normal lengths from 8 to 128, each batch padded to its longest one."""
     random = np.random.default_rng(0)
-    for _ in range(batches):
+    batches = []
+    for _ in range(count):
         lengths = np.clip(np.exp(random.normal(3.5, 0.6, rows)), 8, 128).astype(int)
         mask = np.arange(lengths.max()) < lengths[:, None]
         ids = random.integers(1, WORDS, mask.shape) * mask
-        inputs = {"token_ids": ids, "segment_ids": np.zeros_like(ids), "padding_mask": mask}
-        yield (
-            {name: each.astype("int32") for name, each in inputs.items()},
-            random.integers(0, 2, (rows, 1)),
-        )
+        x = {
+            "token_ids": ids.astype("int32"),
+            "segment_ids": np.zeros(ids.shape, "int32"),
+            "padding_mask": mask.astype("int32"),
+        }
+        batches.append((x, random.integers(0, 2, (rows, 1))))
+    return batches
+
+
+# Each of these functions makes a model, its loss and its batches.
 
 
 def gru():
     x = keras.Input((30, 8))
-    return (
-        keras.Model(x, layers.Dense(1)(layers.GRU(16)(layers.Masking()(x)))),
-        "mse",
-        of_sizes((30, 8)),
-    )
+    hidden = layers.GRU(16)(layers.Masking()(x))
+    return keras.Model(x, layers.Dense(1)(hidden)), "mse", batches_of_sizes((30, 8))
 
 
 def mlp():
     x = keras.Input((64,))
-    hidden = layers.Dense(128, "relu")(layers.Dense(128, "relu")(x))
-    return keras.Model(x, layers.Dense(1)(hidden)), "mse", of_sizes((64,))
+    hidden = layers.Dense(128, "relu")(x)
+    hidden = layers.Dense(128, "relu")(hidden)
+    return keras.Model(x, layers.Dense(1)(hidden)), "mse", batches_of_sizes((64,))
 
 
 def normalized():
     x = keras.Input((64, 8))
     hidden = layers.ReLU()(layers.BatchNormalization()(layers.Conv1D(16, 3)(x)))
-    return (
-        keras.Model(x, layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))),
-        "mse",
-        of_sizes((64, 8)),
-    )
+    hidden = layers.GlobalAveragePooling1D()(hidden)
+    return keras.Model(x, layers.Dense(1)(hidden)), "mse", batches_of_sizes((64, 8))
 
 
 def bert():
@@ -105,14 +111,14 @@ def bert():
     )
     outputs = layers.Dense(2)(backbone.output["pooled_output"])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return keras.Model(backbone.input, outputs), loss, list(of_lengths())
+    return keras.Model(backbone.input, outputs), loss, batches_of_texts()
 
 
 WORKLOADS = {"GRU": gru, "MLP": mlp, "Conv1D, BatchNorm": normalized, "KerasHub BERT": bert}
 
 
 class Clock(keras.callbacks.Callback):
-    """Times each epoch."""
+    """Keras callback that times each epoch."""
 
     def __init__(self):
         super().__init__()
@@ -125,8 +131,15 @@ class Clock(keras.callbacks.Callback):
         self.seconds.append(time.perf_counter() - self._begun)
 
 
-def epochs_of(name, ours, epochs):
-    """Returns the seconds of each epoch of a training, and how many programs ours took."""
+class Training(NamedTuple):
+    """Seconds of each epoch of a training, and the programs that ours compiled."""
+
+    seconds: list
+    programs: int
+
+
+def train(name, ours, epochs):
+    """Trains a workload with ours, or with Keras's accumulation, and returns the `Training`."""
     keras.utils.set_random_seed(0)
     model, loss, batches = WORKLOADS[name]()
     clock = Clock()
@@ -134,14 +147,15 @@ def epochs_of(name, ours, epochs):
     if not ours:
         model.compile(keras.optimizers.Adam(1e-3, gradient_accumulation_steps=ACCUMULATION), loss)
         model.fit(Batches(batches), **arguments)
-        return clock.seconds, 0
+        return Training(clock.seconds, 0)
     import fastaccum as fa
 
     trainer = fa.Trainer(
         model, keras.optimizers.Adam(1e-3), loss, gradient_accumulation_steps=ACCUMULATION
     )
     history = trainer.fit(Batches(batches), **arguments)
-    return clock.seconds, sum(count for count, _ in history.programs.values())
+    programs = sum(count for count, _ in history.programs.values())
+    return Training(clock.seconds, programs)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -149,20 +163,23 @@ def test_epochs_of_varying_batches(name, benchmark, report):
     if name.startswith("KerasHub") and not importlib.util.find_spec("keras_hub"):
         pytest.skip("needs keras-hub")
     epochs = 1 if benchmark.disabled else EPOCHS
-    found = {True: [], False: []}
+    ours = []
+    theirs = []
 
-    def run(ours):
-        found[ours].append(in_new_process(functools.partial(epochs_of, name, ours, epochs)))
+    def run_ours():
+        ours.append(in_new_process(functools.partial(train, name, True, epochs)))
 
-    times = race(benchmark, lambda: run(True), {"theirs": lambda: run(False)}, ROUNDS)
-    assert all(len(seconds) == epochs for runs in found.values() for seconds, _ in runs)
+    def run_theirs():
+        theirs.append(in_new_process(functools.partial(train, name, False, epochs)))
+
+    times = race(benchmark, run_ours, {"theirs": run_theirs}, ROUNDS)
+    assert all(len(training.seconds) == epochs for training in ours + theirs)
     if not times:
         return
     workload = types.SimpleNamespace(name=name)
-    for what, part in (("epochs 1 to 5", slice(None)), ("epochs 3 to 5", slice(2, None))):
-        ours, theirs = (
-            statistics.median(sum(seconds[part]) for seconds, _ in found[who])
-            for who in (True, False)
-        )
-        note = f"ours {ours:.2f} s, theirs {theirs:.2f} s; {found[True][0][1]} programs"
-        report(f"varying batches, {what}: Keras GA default / ours", workload, theirs / ours, note)
+    for part, first in (("epochs 1 to 5", 0), ("epochs 3 to 5", 2)):
+        our_time = statistics.median(sum(training.seconds[first:]) for training in ours)
+        their_time = statistics.median(sum(training.seconds[first:]) for training in theirs)
+        note = f"ours {our_time:.2f} s, theirs {their_time:.2f} s; {ours[0].programs} programs"
+        measure = f"varying batches, {part}: Keras GA default / ours"
+        report(measure, workload, their_time / our_time, note)

@@ -1,5 +1,4 @@
-"""What float32 weight gradients gain in precision under mixed precision, and what they cost in
-time.
+"""Precision and cost of float32 weight gradients under mixed precision.
 
 The error is that of the weight gradient alone, for the same inputs and output gradients, against
 float64. The time is that of the whole train step of a GPT; in float32 the switch must change
@@ -21,7 +20,7 @@ from benchmarks.support.scores import milliseconds, ratio
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
-    """A micro-batch of `tokens` through a dense layer."""
+    """Product of a micro-batch of `tokens` with the weights of a dense layer."""
 
     dtype: str
     tokens: int
@@ -49,10 +48,8 @@ def gpt(policy):
 def test_error(dtype, benchmark, report):
     matmul = Matmul(dtype, tokens=4096, width=512, width_out=1024)
     rng = np.random.default_rng(models.SEED)
-    x, dy = (
-        tf.cast(rng.normal(size=(matmul.tokens, width)), dtype)
-        for width in (matmul.width, matmul.width_out)
-    )
+    x = tf.cast(rng.normal(size=(matmul.tokens, matmul.width)), dtype)
+    dy = tf.cast(rng.normal(size=(matmul.tokens, matmul.width_out)), dtype)
     kernel = tf.zeros([matmul.width, matmul.width_out])
     exact = x.numpy().astype("float64").T @ dy.numpy().astype("float64")
 
@@ -71,9 +68,8 @@ def test_train_step(workload, benchmark, report):
     batch = contestants.feed_stack(workload.stacks(1)[0])
 
     def make(switch):
-        step = contestants.as_train_step(
-            contestants.trainer(workload, fp32_weight_gradients=switch)
-        )
+        trainer = contestants.trainer(workload, fp32_weight_gradients=switch)
+        step = contestants.as_train_step(trainer)
         float(step.update(batch))  # traces and compiles
         return lambda: float(step.update(batch))
 
