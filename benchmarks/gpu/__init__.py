@@ -1,3 +1,1 @@
-"""The fused step against PyTorch and JAX on a GPU: exported where TensorFlow is, run where it need
-not be.
-"""
+"""Fused step against PyTorch and JAX on a GPU; the machine of the GPU needs no TensorFlow."""

@@ -1,8 +1,8 @@
 """Runs every contestant on this machine's GPU: `python -m benchmarks.gpu FOLDER`.
 
-FOLDER is what `benchmarks.gpu.export` wrote. Each contestant has a process of its own, so that its
-peak memory and its autotuning are its own. Prints one Markdown table, and writes results.json and
-results.md. Needs JAX, optax, PyTorch.
+`benchmarks.gpu.export` writes FOLDER. Each contestant has a process of its own, so that its peak
+memory and its autotuning are its own. The command prints one Markdown table, and writes
+results.json and results.md. It needs JAX, optax and PyTorch.
 """
 
 import argparse
@@ -15,50 +15,78 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.gpu import manifest, measure
 
-MINUTES = 8
+MINUTES = 8  # for all contestants together
 NEEDS = {"run": ("jax",), "jax_peer": ("jax", "optax"), "torch_peer": ("torch",)}
 ROOT = Path(__file__).parents[2]
 
 
+class Run(NamedTuple):
+    """Run of a contestant on a program.
+
+    Args:
+        contestant: its name.
+        program: the program's name.
+        module: of benchmarks.gpu, which runs it.
+        options: further arguments of the module.
+    """
+
+    contestant: str
+    program: str
+    module: str
+    options: tuple = ()
+
+
 def runs(programs):
-    """What is to be run, the most wanted first: `(contestant, program's name, module, options)`."""
+    """Yields the runs, the most important first.
 
-    def ours(program):
-        return "fastaccum", program["name"], "run", []
+    Args:
+        programs: by name.
+    """
+    by_purpose = {"check": [], "time": [], "memory": []}
+    for program in programs.values():
+        by_purpose[program["purpose"]].append(program)
 
-    by_name = {program["name"]: program for program in programs.values()}
-    yield from (ours(program) for program in by_name.values() if program["purpose"] == "check")
+    for program in by_purpose["check"]:
+        yield _ours(program)
     for dtype in ("bfloat16", "float16"):
         for preset in ("124m", "350m"):
-            of_size = [
-                p for p in by_name.values() if p["purpose"] == "time" and p["preset"] == preset
+            timed = [
+                program
+                for program in by_purpose["time"]
+                if program["preset"] == preset and program["dtype"] == dtype
             ]
-            of_dtype = [p for p in of_size if p["dtype"] == dtype]
-            yield from (ours(program) for program in of_dtype)
+            for program in timed:
+                yield _ours(program)
             # Any program whose weights are stacked tells the peers their model.
-            model = next((p["name"] for p in of_dtype if p["stacked"]), None)
-            if model is not None:
-                yield "torch.compile", model, "torch_peer", []
+            stacked = [program["name"] for program in timed if program["stacked"]]
+            if stacked:
+                yield Run("torch.compile", stacked[0], "torch_peer")
                 if dtype == "bfloat16":
-                    yield "JAX scan", model, "jax_peer", []
-                yield "PyTorch eager", model, "torch_peer", ["--eager"]
+                    yield Run("JAX scan", stacked[0], "jax_peer")
+                yield Run("PyTorch eager", stacked[0], "torch_peer", ("--eager",))
         if dtype == "bfloat16":
-            yield from (
-                ours(program) for program in by_name.values() if program["purpose"] == "memory"
-            )
+            for program in by_purpose["memory"]:
+                yield _ours(program)
+
+
+def _ours(program):
+    return Run("fastaccum", program["name"], "run")
 
 
 def run(folder, name, module, options, seconds):
-    """One contestant in a process of its own: what it measured, or `{"skipped": why}`, or
-    `{"failed": last line}`.
+    """Runs one contestant in a process of its own.
+
+    Returns:
+        Its measurements, or `{"skipped": reason}`, or `{"failed": last line, "stderr": text}`.
     """
     missing = [package for package in NEEDS[module] if importlib.util.find_spec(package) is None]
     if missing:
         return {"skipped": f"{' and '.join(missing)} not installed"}
-    # JAX takes what it needs, as it needs it, so that its peak is the program's.
+    # JAX allocates as a program needs it, so that its peak is the program's.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [
         sys.executable,
@@ -68,7 +96,7 @@ def run(folder, name, module, options, seconds):
         name,
         *options,
     ]
-    # A group of its own: torch.compile's workers outlive their parent, and hold its pipes.
+    # The process gets a group of its own: torch.compile's workers outlive it and hold its pipes.
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -84,17 +112,15 @@ def run(folder, name, module, options, seconds):
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return {"skipped": f"was not done when the {MINUTES} minutes were over"}
-    found = [line for line in stdout.splitlines() if line.startswith("{")]
-    if process.returncode or not found:
-        printed = stderr.strip().splitlines() or ["nothing on stderr"]
-        return {"failed": printed[-1], "stderr": stderr[-4000:]}
-    return json.loads(found[-1])
+    objects = [line for line in stdout.splitlines() if line.startswith("{")]
+    if process.returncode or not objects:
+        errors = stderr.strip().splitlines() or ["nothing on stderr"]
+        return {"failed": errors[-1], "stderr": stderr[-4000:]}
+    return json.loads(objects[-1])
 
 
 def table(results):
-    """The results as Markdown: a row for each contestant, then what was skipped and the memory by
-    micro-batches.
-    """
+    """Writes the results as Markdown: a row for each contestant, then notes on the others."""
     lines = [
         "| model, dtype | contestant | step, ms | predicted, ms | tokens/s | of the matmul rate "
         "| peak memory, GiB | first loss |",
@@ -103,42 +129,50 @@ def table(results):
     measured = [
         result for result in results if "step_seconds" in result and result["purpose"] == "time"
     ]
-    for each in sorted(measured, key=lambda r: (r["preset"], r["dtype"], r["step_seconds"])):
-        peak = "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**30:.1f}"
-        lines.append(
-            f"| GPT {each['preset']}, {each['dtype']} | {each['label']} | "
-            f"{1e3 * each['step_seconds']:.1f} | {_predicted(each)} | "
-            f"{each['tokens_per_second']:,.0f} | {each['model_flops_utilisation']:.1%} | {peak} "
-            f"| {each['losses'][0]:.4f} |"
-        )
-    lines += _predicted_for(measured)
-    checked = [r for r in results if r["purpose"] == "check" and "losses" in r]
-    lines += [
-        "",
-        "Losses agree with TensorFlow's on a CPU: "
-        f"{', '.join(r['program'] for r in checked) or 'none run'}.",
+    measured.sort(key=lambda result: (result["preset"], result["dtype"], result["step_seconds"]))
+    lines += [_row(result) for result in measured]
+    lines += _prediction_notes(measured)
+    checked = [
+        result["program"]
+        for result in results
+        if result["purpose"] == "check" and "losses" in result
     ]
-    planned = [r for r in results if r["purpose"] == "memory" and "temp_bytes" in r]
+    lines.append("")
+    lines.append(f"Losses agree with TensorFlow's on a CPU: {', '.join(checked) or 'none run'}.")
+    planned = [
+        f"{result['micro_batches']}: {result['temp_bytes'] / 2**30:.3f}"
+        for result in results
+        if result["purpose"] == "memory" and "temp_bytes" in result
+    ]
     if planned:
-        sizes = ", ".join(f"{r['micro_batches']}: {r['temp_bytes'] / 2**30:.3f}" for r in planned)
-        lines += ["", f"Temp memory by micro-batches, GiB: {sizes}."]
-    for how in ("failed", "skipped"):
-        without = [r for r in results if how in r]
-        lines += [
-            "",
-            *(f"{how.capitalize()}: {r['label']} on {r['program']}: {r[how]}" for r in without),
-        ]
+        lines += ["", f"Temp memory by micro-batches, GiB: {', '.join(planned)}."]
+    for outcome in ("failed", "skipped"):
+        lines.append("")
+        for result in results:
+            if outcome in result:
+                program = f"{result['label']} on {result['program']}"
+                lines.append(f"{outcome.capitalize()}: {program}: {result[outcome]}")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _predicted(result):
-    predicted = result["predicted"]
-    return f"{predicted['ms']:.1f} to {predicted['serial_ms']:.1f}" if predicted else ""
+def _row(result):
+    predicted = ""
+    if result["predicted"]:
+        predicted = f"{result['predicted']['ms']:.1f} to {result['predicted']['serial_ms']:.1f}"
+    peak = ""
+    if result["peak_bytes"] is not None:
+        peak = f"{result['peak_bytes'] / 2**30:.1f}"
+    return (
+        f"| GPT {result['preset']}, {result['dtype']} | {result['label']} | "
+        f"{1e3 * result['step_seconds']:.1f} | {predicted} | "
+        f"{result['tokens_per_second']:,.0f} | {result['model_flops_utilisation']:.1%} | {peak} "
+        f"| {result['losses'][0]:.4f} |"
+    )
 
 
-def _predicted_for(measured):
-    """What the predictions are, and that they are of another device, if they are."""
-    predicted = [each for each in measured if each["predicted"]]
+def _prediction_notes(measured):
+    """Explains the predictions, and names the device if they are of another one."""
+    predicted = [result for result in measured if result["predicted"]]
     if not predicted:
         return []
     device = predicted[0]["predicted"]["device"]
@@ -147,37 +181,43 @@ def _predicted_for(measured):
         f"Predicted for an {device}: from what its kernels take where all in one overlaps, to "
         "where nothing does.",
     ]
-    others = sorted({each["device"] for each in predicted if device not in each["device"]})
-    return lines + [f"**This is no {device}**: {', '.join(others)}."] * bool(others)
+    other_devices = {result["device"] for result in predicted if device not in result["device"]}
+    if other_devices:
+        lines.append(f"**This is no {device}**: {', '.join(sorted(other_devices))}.")
+    return lines
 
 
 def disagreements(results):
-    """Contestants on one model, dtype and weights whose first losses differ: a line for each."""
-    first = {}
-    for each in results:
-        if each["purpose"] == "time" and each["stacked"] and "losses" in each:
-            key = each["preset"], each["dtype"]
-            reference = first.setdefault(key, each)
-            for step, (loss, expected) in enumerate(
-                zip(each["losses"], reference["losses"], strict=True)
-            ):
-                if abs(loss - expected) > measure.TOLERANCE * abs(expected):
-                    yield (
-                        f"GPT {each['preset']}, {each['dtype']}, step {step}: {each['label']} "
-                        f"has a loss of {loss}, {reference['label']} one of {expected}"
-                    )
+    """Yields a line for each first loss that differs between contestants on the same weights."""
+    references = {}
+    for result in results:
+        if result["purpose"] != "time" or not result["stacked"] or "losses" not in result:
+            continue
+        model = f"GPT {result['preset']}, {result['dtype']}"
+        reference = references.setdefault(model, result)
+        losses = zip(result["losses"], reference["losses"], strict=True)
+        for step, (loss, expected) in enumerate(losses):
+            if abs(loss - expected) > measure.TOLERANCE * abs(expected):
+                yield (
+                    f"{model}, step {step}: {result['label']} has a loss of {loss}, "
+                    f"{reference['label']} one of {expected}"
+                )
 
 
 def label(contestant, program):
+    """Names a contestant on a program in the table."""
     if contestant != "fastaccum":
         return contestant
-    form = (
-        ", in loops" if program["policy"] != "auto" else "" if program["stacked"] else ", unrolled"
-    )
-    return f"fastaccum, {program['attention']} attention{form}"
+    name = f"fastaccum, {program['attention']} attention"
+    if program["policy"] != "auto":
+        return f"{name}, in loops"
+    if not program["stacked"]:
+        return f"{name}, unrolled"
+    return name
 
 
 def main(argv=None):
+    """Runs the command line and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
     )
@@ -186,7 +226,8 @@ def main(argv=None):
         "--results", type=Path, help="where results.json and results.md go (the same folder)"
     )
     arguments = parser.parse_args(argv)
-    deadline, target = time.monotonic() + 60 * MINUTES, arguments.results or arguments.folder
+    deadline = time.monotonic() + 60 * MINUTES
+    target = arguments.results or arguments.folder
     try:
         programs = manifest.load(arguments.folder)
         target.mkdir(parents=True, exist_ok=True)
@@ -202,24 +243,20 @@ def main(argv=None):
         about |= {"contestant": contestant, "program": name, "label": label(contestant, program)}
         about["predicted"] = program["predicted"] if contestant == "fastaccum" else None
         left = deadline - time.monotonic()
-        done = (
-            run(arguments.folder, name, module, options, left)
-            if left > 0
-            else {"skipped": "no time was left"}
-        )
-        results.append(about | done)
-        print(
-            f"{left:4.0f} s left: {about['label']} on {name}: "
-            f"{done.get('failed') or done.get('skipped', 'done')}",
-            file=sys.stderr,
-        )
-        # After each, so that a run that is broken off leaves what it has.
+        if left > 0:
+            result = run(arguments.folder, name, module, options, left)
+        else:
+            result = {"skipped": "no time was left"}
+        results.append(about | result)
+        outcome = result.get("failed") or result.get("skipped", "done")
+        print(f"{left:4.0f} s left: {about['label']} on {name}: {outcome}", file=sys.stderr)
+        # Written after each run, so that an interrupted command leaves what it has.
         _write(target, results)
-    wrong = list(disagreements(results))
-    print(table(results), *wrong, sep="\n")
-    # A contestant that fell behind is a result; one that computed something else, or broke, is a
-    # failure.
-    return 1 if wrong or any("failed" in result for result in results) else 0
+    differences = list(disagreements(results))
+    print(table(results), *differences, sep="\n")
+    # A slow contestant is a result; one that computed something else, or broke, is a failure.
+    is_failed = differences or any("failed" in result for result in results)
+    return 1 if is_failed else 0
 
 
 def _write(target, results):

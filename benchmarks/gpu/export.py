@@ -1,9 +1,8 @@
-"""Writes the fused step of GPTs as StableHLO with a manifest: `python -m benchmarks.gpu.export
-FOLDER`.
+"""Writes fused steps of GPTs as StableHLO: `python -m benchmarks.gpu.export FOLDER`.
 
-Needs TensorFlow and jaxlib (`pip install -e ".[test,h200]"`), and no GPU: the steps are traced as
-on one. Weights are arguments, described and not stored, so that a program takes some hundred
-kilobytes whatever its size.
+A manifest describes them. The command needs TensorFlow and jaxlib (`pip install -e ".[test,h200]"`)
+and no GPU: the steps are traced as on one. Weights are arguments, described and not stored, so that
+a program takes some hundred kilobytes whatever its size.
 """
 
 import argparse
@@ -40,9 +39,17 @@ CHECKED_STEPS = 3
 # One micro-batch fills a GPU. Losses of the small model are computed on the CPU too: one step of
 # 124 million parameters would take minutes there, and the program differs in its sizes alone.
 SIZES = {
-    "check": {"vocabulary_size": 512, "context": 256, "width": 128, "layers": 2, "heads": 2}
-    | {"tied": True, "stacked": True},
-    **{name: transformer.PRESETS[name] for name in ("124m", "350m")},
+    "check": {
+        "vocabulary_size": 512,
+        "context": 256,
+        "width": 128,
+        "layers": 2,
+        "heads": 2,
+        "tied": True,
+        "stacked": True,
+    },
+    "124m": transformer.PRESETS["124m"],
+    "350m": transformer.PRESETS["350m"],
 }
 BATCH_SIZES = {"check": 2, "124m": 16, "350m": 16}
 MICRO_BATCHES = {"check": 2, "124m": 4, "350m": 4}
@@ -52,15 +59,17 @@ MEMORY_AT = (2, 8, 32)  # micro-batches
 
 
 def plan(presets):
-    """The programs to export, before they are traced."""
+    """Yields the entries of the programs to export, before they are traced."""
     for preset in presets:
-        stacked = [(dtype, kind, True) for dtype in DTYPES for kind in ATTENTION]
-        # Without recomputing activations, as the peers do it.
-        unrolled = [(dtype, "auto", False) for dtype in DTYPES]
-        for dtype, kind, is_stacked in stacked + unrolled:
-            yield _program(preset, dtype, kind, is_stacked, MICRO_BATCHES[preset])
+        micro_batches = MICRO_BATCHES[preset]
+        for dtype in DTYPES:
+            for kind in ATTENTION:
+                yield _program(preset, dtype, kind, True, micro_batches)
+        # The unrolled ones do not recompute activations, as the peers do not.
+        for dtype in DTYPES:
+            yield _program(preset, dtype, "auto", False, micro_batches)
         # Where memory is short, the blocks are computed in loops.
-        looped = _program(preset, "bfloat16", "auto", True, MICRO_BATCHES[preset], "-loops")
+        looped = _program(preset, "bfloat16", "auto", True, micro_batches, "-loops")
         yield {**looped, "policy": ["projection", "attention"]}
     if "124m" in presets:
         for micro_batches in MEMORY_AT:
@@ -70,12 +79,20 @@ def plan(presets):
 
 
 def _program(preset, dtype, kind, stacked, micro_batches, suffix=""):
-    name = f"{preset}-{dtype}-{kind}{'' if stacked else '-unrolled'}{suffix}"
+    name = f"{preset}-{dtype}-{kind}"
+    if not stacked:
+        name += "-unrolled"
+    name += suffix
+    purpose = "time"
+    if preset == "check":
+        purpose = "check"
+    elif "memory" in suffix:
+        purpose = "memory"
     sizes = {key: value for key, value in SIZES[preset].items() if key not in ("tied", "stacked")}
     return {
         "name": name,
         "file": f"{name}.mlirbc.gz",
-        "purpose": "check" if preset == "check" else "memory" if "memory" in suffix else "time",
+        "purpose": purpose,
         "preset": preset,
         "dtype": dtype,
         "attention": kind,
@@ -90,30 +107,20 @@ def _program(preset, dtype, kind, stacked, micro_batches, suffix=""):
 
 def export(program, folder):
     """Traces the program as on a GPU, writes it, and completes its entry in the manifest."""
-    trainer, stack = _trainer(program), _shapes(program)
+    trainer = _trainer(program)
+    stack = _shapes(program)
     with h200.as_on_a_gpu(), attention_by(program["attention"]):
         module, variables = stablehlo.of_train_step(trainer, stack)
     next_values = stablehlo.next_values(module)
-    vocabulary = program["sizes"]["vocabulary_size"]
-    lead = [list(array.shape) for array in stack]
-    arguments = [
-        {
-            "name": name,
-            "shape": shape,
-            "dtype": "int32",
-            "initial": {"tokens": vocabulary, "shift": i},
-            "output": None,
-        }
-        for i, (name, shape) in enumerate(zip(("x", "y"), lead, strict=True))
-    ]
+    x, y = stack
+    arguments = [_tokens("x", x, program, shift=0), _tokens("y", y, program, shift=1)]
     for name, variable in zip(_unique(map(_name, variables)), variables, strict=True):
-        arguments.append(
-            {"name": name, **_described(variable), "output": next_values.get(len(arguments))}
-        )
+        output = next_values.get(len(arguments))
+        arguments.append({"name": name, **_described(variable), "output": output})
     program["arguments"] = arguments
     program["weights"] = [_name(variable.value) for variable in trainer.model.variables]
     program["loss"] = 0  # the first field of the first result, StepResult.loss
-    # Before it is made portable, which changes the module.
+    # The prediction comes first: making the module portable changes it.
     program["predicted"] = _predicted(module) if program["purpose"] == "time" else None
     path = Path(folder, program["file"])
     path.write_bytes(gzip.compress(stablehlo.portable(module), mtime=0))
@@ -121,8 +128,20 @@ def export(program, folder):
     return path.stat().st_size
 
 
+def _tokens(name, ids, program, shift):
+    """Describes the argument of the ids, or with a shift of 1 of the next ids."""
+    vocabulary = program["sizes"]["vocabulary_size"]
+    return {
+        "name": name,
+        "shape": list(ids.shape),
+        "dtype": "int32",
+        "initial": {"tokens": vocabulary, "shift": shift},
+        "output": None,
+    }
+
+
 def _predicted(module):
-    """What a step takes on an H200, by the roofline of its kernels there."""
+    """Predicts the time of a step on an H200 by the roofline of its kernels."""
     text, _ = h200.compile_for_h200(stablehlo.serialized(module))
     prediction = roofline.predict(kernels.read(text))
     return {"device": "H200", "ms": prediction.ms, "serial_ms": prediction.serial_ms}
@@ -138,17 +157,15 @@ def _trainer(program):
 
 
 def _shapes(program):
-    ids = np.zeros(
-        (program["micro_batches"], program["batch_size"], program["sizes"]["context"]), "int32"
-    )
+    shape = (program["micro_batches"], program["batch_size"], program["sizes"]["context"])
+    ids = np.zeros(shape, "int32")
     return ids, ids
 
 
 def _losses(program):
-    """Those of the first steps of TensorFlow's own train step on the CPU, from the manifest's
-    values.
-    """
-    trainer, values = _trainer(program), manifest.initial_values(program)
+    """Computes the first losses in TensorFlow on the CPU, from the manifest's initial values."""
+    trainer = _trainer(program)
+    values = manifest.initial_values(program)
     for variable in trainer.model.variables:
         variable.assign(values[_name(variable.value)])
     stack = values["x"], values["y"]
@@ -157,14 +174,14 @@ def _losses(program):
 
 @contextlib.contextmanager
 def attention_by(implementation):
-    """Lets the model's attention be this one in programs; Keras's symbolic calls, outside them,
-    keep theirs.
-    """
+    """Sets the implementation of the model's attention in programs that XLA compiles."""
 
-    def chosen(*args, **kwargs):
-        return attention(*args, **kwargs, implementation=implementation if in_xla() else "auto")
+    def attention_in_programs(*args, **kwargs):
+        if in_xla():
+            return attention(*args, **kwargs, implementation=implementation)
+        return attention(*args, **kwargs)  # Keras's symbolic calls
 
-    with mock.patch.object(transformer, "attention", chosen):
+    with mock.patch.object(transformer, "attention", attention_in_programs):
         yield
 
 
@@ -173,7 +190,7 @@ def _name(variable):
 
 
 def _unique(names):
-    """`v, v` -> `v, v_1`: TensorFlow lets variables share a name."""
+    """Makes names unique, `v, v` as `v, v_1`: TensorFlow lets variables share a name."""
     seen = collections.Counter()
     for name in names:
         yield f"{name}_{seen[name]}" if seen[name] else name
@@ -181,9 +198,7 @@ def _unique(names):
 
 
 def _described(variable):
-    """Shape, dtype, and how to make the initial value: weights are drawn again, of the same
-    spread.
-    """
+    """Describes shape, dtype and initial value; weights are drawn again with the same spread."""
     value = variable.numpy()
     if value.size and np.all(value == value.flat[0]):
         initial = {"fill": value.flat[0].item()}
@@ -195,6 +210,7 @@ def _described(variable):
 
 
 def main(argv=None):
+    """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.export", description=__doc__.splitlines()[0]
     )
@@ -208,10 +224,8 @@ def main(argv=None):
     if arguments.program:
         unknown = set(arguments.program) - {program["name"] for program in programs}
         if unknown:
-            parser.error(
-                f"no program {', '.join(sorted(unknown))}: there are "
-                f"{', '.join(p['name'] for p in programs)}"
-            )
+            names = ", ".join(program["name"] for program in programs)
+            parser.error(f"no program {', '.join(sorted(unknown))}: there are {names}")
         programs = [program for program in programs if program["name"] in arguments.program]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for program in programs:

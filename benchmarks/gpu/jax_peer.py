@@ -1,8 +1,8 @@
-"""JAX: one jitted step that scans over the micro-batches: `python -m benchmarks.gpu.jax_peer FOLDER
-PROGRAM`.
+"""Runs the GPT of a program in JAX: `python -m benchmarks.gpu.jax_peer FOLDER PROGRAM`.
 
-The GPT of a program, its sizes and its initial weights, as hand-written JAX trains it: float32
-weights, bfloat16 compute, a scan over the blocks, cuDNN's attention, optax. Needs JAX and optax.
+It starts from the program's initial weights and trains as hand-written JAX does: one jitted step
+that scans over the micro-batches, float32 weights, bfloat16 compute, a scan over the blocks,
+cuDNN's attention, optax. The module needs JAX and optax.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.peers.jax_models import scan_train_step
 
 
 def make_step(program):
-    """`step()`, which trains on the program's tokens once and returns the loss."""
+    """Makes `step()`, which trains on the program's tokens once and returns the loss."""
     options = program["optimizer"]
     optimizer = optax.chain(
         optax.clip_by_global_norm(options["clip_norm"]),
@@ -50,6 +50,7 @@ def make_step(program):
 
 
 def main(argv=None):
+    """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.jax_peer", description=__doc__.splitlines()[0]
     )

@@ -1,7 +1,6 @@
-"""What a folder of exported programs says of them, in `manifest.json`: sizes, arguments, the losses
-to expect.
+"""Reads `manifest.json` of a folder of exported programs: sizes, arguments, expected losses.
 
-Needs NumPy alone. A program is a dict:
+The module needs NumPy alone. A program is a dict:
 
     name, file            of the StableHLO, gzipped
     preset, dtype, attention, stacked
@@ -32,7 +31,7 @@ import numpy as np
 
 
 def load(folder):
-    """The programs in a folder, by name.
+    """Reads the programs in a folder, by name.
 
     Raises:
         FileNotFoundError: a folder without a manifest.
@@ -46,7 +45,7 @@ def load(folder):
 
 
 def find(folder, name):
-    """One program.
+    """Reads one program.
 
     Raises:
         KeyError: a name that the manifest does not have.
@@ -58,9 +57,7 @@ def find(folder, name):
 
 
 def chosen(parser, arguments):
-    """The program that a command line names by `folder` and `program`; its error where there is
-    none.
-    """
+    """Reads the program that a command line names, or ends with the parser's error."""
     try:
         return find(arguments.folder, arguments.program)
     except (OSError, KeyError, ValueError) as error:
@@ -68,33 +65,36 @@ def chosen(parser, arguments):
 
 
 def initial_values(program):
-    """The arguments' first values, by name: NumPy arrays, the same on every machine."""
+    """Makes the arguments' first values by name: NumPy arrays, the same on every machine."""
     return {argument["name"]: _initial(argument) for argument in program["arguments"]}
 
 
 def weights(program):
-    """The model's initial weights, by name."""
-    return {a["name"]: _initial(a) for a in program["arguments"] if a["name"] in program["weights"]}
+    """Makes the model's initial weights by name."""
+    return {
+        argument["name"]: _initial(argument)
+        for argument in program["arguments"]
+        if argument["name"] in program["weights"]
+    }
 
 
 def tokens(program):
-    """Ids and next ids, int32 `[micro_batches, batch_size, context]`."""
-    x, y = (
-        _initial(argument) for argument in program["arguments"] if "tokens" in argument["initial"]
-    )
+    """Makes ids and next ids, int32 `[micro_batches, batch_size, context]`."""
+    of_tokens = [argument for argument in program["arguments"] if "tokens" in argument["initial"]]
+    x, y = map(_initial, of_tokens)
     return x, y
 
 
 def tokens_per_step(program):
+    """Counts the tokens of one step."""
     return program["micro_batches"] * program["batch_size"] * program["sizes"]["context"]
 
 
 def model_flops(program):
-    """Floating point operations of one step that the model asks for; nothing that is computed twice
-    counts twice.
+    """Counts the floating point operations of one step's model, without recomputation.
 
-    6 for each token and parameter of a matmul (the head's included), and for causal attention 6 for
-    each token, layer, channel and position of the context: half of the 12 that both products take
+    A token takes 6 for each parameter of a matmul (the head's included), and for causal attention 6
+    for each layer, channel and position of the context: half of the 12 that both products take
     without a mask.
 
     >>> sizes = {"vocabulary_size": 10, "context": 4, "width": 2, "layers": 3, "heads": 1}
@@ -102,13 +102,16 @@ def model_flops(program):
     4512
     """
     sizes = program["sizes"]
-    width, layers = sizes["width"], sizes["layers"]
+    width = sizes["width"]
+    layers = sizes["layers"]
     parameters = sizes["vocabulary_size"] * width + layers * 12 * width**2
     return tokens_per_step(program) * (6 * parameters + 6 * layers * width * sizes["context"])
 
 
 def _initial(argument):
-    shape, dtype, initial = tuple(argument["shape"]), argument["dtype"], argument["initial"]
+    shape = tuple(argument["shape"])
+    dtype = argument["dtype"]
+    initial = argument["initial"]
     if "fill" in initial:
         return np.full(shape, initial["fill"], dtype)
     if "values" in initial:

@@ -1,6 +1,4 @@
-"""How every contestant is timed, and what it reports: one JSON object on the last line that it
-prints.
-"""
+"""Times a contestant and reports it as one JSON object, on the last line that it prints."""
 
 import json
 import math
@@ -9,14 +7,16 @@ import time
 
 from benchmarks.gpu import manifest
 
-WARM_UP, STEPS = 3, 10
-# Relative, between losses of the same model: contestants round to half precision in different
-# places. One step of the small model changes its loss by ten times as much.
+WARM_UP = 3  # steps before the timed ones
+STEPS = 10
+# The relative difference between losses of the same model that rounding explains: contestants round
+# to half precision in different places. One step of the small model changes its loss ten times as
+# much.
 TOLERANCE = 1e-3
 
 
 def timed(step, ready):
-    """The first losses, and the median seconds of a step.
+    """Times steps after a warm-up.
 
     Args:
         step: runs one train step, always on the same tokens, and returns its loss without waiting
@@ -24,8 +24,8 @@ def timed(step, ready):
         ready: waits for a loss.
 
     Returns:
-        losses of the warm-up's steps, and the seconds of each timed step: every one is waited for,
-        so that a step costs what a training loop that reads its loss pays.
+        Losses of the warm-up's steps, and the seconds of each timed step. Every step is waited for,
+        as in a training loop that reads each loss.
     """
     losses = [float(ready(step())) for _ in range(WARM_UP)]
     seconds = []
@@ -37,9 +37,7 @@ def timed(step, ready):
 
 
 def rate_of_matmuls(product, ready, size):
-    """Floating point operations a second of `product()`, a matmul of two `[size, size]` matrices:
-    the best of ten.
-    """
+    """Returns the best of ten rates, in FLOP/s, of `product()`, a matmul of `[size, size]`."""
     ready(product())
     seconds = []
     for _ in range(10):

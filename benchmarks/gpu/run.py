@@ -1,8 +1,8 @@
 """Runs one exported program on JAX's default device: `python -m benchmarks.gpu.run FOLDER PROGRAM`.
 
-Needs JAX and NumPy. The program goes to PJRT as it is. Each variable's buffer is donated to its
-next value, as the program's aliases say, so that weights and slots exist once; results become the
-next step's arguments.
+The module needs JAX and NumPy. The program goes to PJRT as it is. Each variable's buffer is donated
+to its next value, as the program's aliases say, so that weights and slots exist once; results
+become the next step's arguments.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.gpu import manifest, measure
 
 
 class Executable:
-    """A program, compiled for JAX's default device.
+    """Program compiled for JAX's default device.
 
     Args:
         folder: the exported programs.
@@ -40,19 +40,19 @@ class Executable:
         self.compile_seconds = time.perf_counter() - start
 
     def memory(self):
-        """XLA's memory plan, in bytes: argument, output, alias and temp, and the peak that they
-        make.
-        """
+        """Returns XLA's memory plan in bytes, and the peak that it makes."""
         stats = self._loaded.get_compiled_memory_stats()
-        kinds = ("argument", "output", "alias", "temp")
-        sizes = {f"{kind}_bytes": getattr(stats, f"{kind}_size_in_bytes") for kind in kinds}
-        peak = (
-            sizes["argument_bytes"]
-            + sizes["output_bytes"]
-            - sizes["alias_bytes"]
-            + sizes["temp_bytes"]
-        )
-        return {**sizes, "planned_peak_bytes": peak}
+        argument = stats.argument_size_in_bytes
+        output = stats.output_size_in_bytes
+        alias = stats.alias_size_in_bytes
+        temp = stats.temp_size_in_bytes
+        return {
+            "argument_bytes": argument,
+            "output_bytes": output,
+            "alias_bytes": alias,
+            "temp_bytes": temp,
+            "planned_peak_bytes": argument + output - alias + temp,
+        }
 
     def start(self):
         """Puts the first values on the device."""
@@ -63,7 +63,7 @@ class Executable:
         ]
 
     def step(self):
-        """One train step; returns the loss, on the device."""
+        """Runs one train step and returns the loss, on the device."""
         results = [shards[0] for shards in self._execute()]
         for place, argument in enumerate(self.program["arguments"]):
             if argument["output"] is not None:
@@ -75,7 +75,7 @@ class Executable:
 
 
 def matmul_rate(dtype):
-    """Floating point operations a second of a large matmul of random numbers."""
+    """Measures the FLOP/s of a large matmul of random numbers."""
     size = 8192 if jax.devices()[0].platform != "cpu" else 256
     left, right = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
     product = jax.jit(jnp.matmul)
@@ -83,9 +83,7 @@ def matmul_rate(dtype):
 
 
 def peak_bytes():
-    """The most bytes that JAX has held on the device; None where the device does not count them, as
-    a CPU.
-    """
+    """Returns the most bytes that JAX has held on the device, or None if it does not count them."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
@@ -112,6 +110,7 @@ def require_aliases(program, memory):
 
 
 def main(argv=None):
+    """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.run", description=__doc__.splitlines()[0]
     )
@@ -122,7 +121,7 @@ def main(argv=None):
     program = manifest.chosen(parser, arguments)
     require_gpu(program, jax.devices()[0].platform)
     if program["purpose"] == "memory":
-        # Nothing is run, so nothing need be tuned.
+        # The program is not run, so it needs no tuning.
         memory = Executable(arguments.folder, program, xla_gpu_autotune_level=0).memory()
         require_aliases(program, memory)
         measure.show(contestant="fastaccum", program=program["name"], **memory)

@@ -1,9 +1,8 @@
-"""PyTorch, eager or under torch.compile: `python -m benchmarks.gpu.torch_peer FOLDER PROGRAM
-[--eager]`.
+"""Runs the GPT of a program in PyTorch: `python -m benchmarks.gpu.torch_peer FOLDER PROGRAM`.
 
-The GPT of a program, its sizes and its initial weights, as a PyTorch recipe trains it: autocast,
-scaled dot-product attention, `(loss / n).backward()` n times, GradScaler for float16, clipping,
-fused AdamW. Needs PyTorch.
+It starts from the program's initial weights and trains as a PyTorch recipe does, under
+torch.compile or with --eager: autocast, scaled dot-product attention, `(loss / n).backward()` n
+times, GradScaler for float16, clipping, fused AdamW. The module needs PyTorch.
 """
 
 import argparse
@@ -21,14 +20,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class ScaledEmbedding(nn.Embedding):
+    """Embedding scaled up as in `fa.gpt` with a tied head."""
+
     def forward(self, ids_BT):
         return super().forward(ids_BT) * (2 * math.sqrt(self.embedding_dim))
 
 
 class TiedGPT(torch_models.GPT):
-    """The presets' form of `fa.gpt`: the head is the embedding's table, and what it embeds is
-    scaled up.
-    """
+    """`fa.gpt` in the form of its presets: the head is the embedding's table."""
 
     def __init__(self, vocabulary_size, context, width, layers, heads):
         super().__init__(vocabulary_size, context, width, layers, heads)
@@ -39,20 +38,21 @@ class TiedGPT(torch_models.GPT):
 def set_weights(model, weights):
     """Copies a stacked program's weights into the model."""
     for name, value in weights.items():
-        where, _, path = name.rpartition("/")
-        if where == "blocks":
-            owner, _, kind = path.rpartition(".")
-            for block, part in zip(model.blocks, torch.from_numpy(value), strict=True):
-                # Keras's kernels are [in, out].
-                block.get_submodule(owner).weight.data.copy_(part.T if kind == "kernel" else part)
+        layer, _, path = name.rpartition("/")
+        if layer == "blocks":
+            sublayer, _, kind = path.rpartition(".")
+            for block, weight in zip(model.blocks, torch.from_numpy(value), strict=True):
+                if kind == "kernel":
+                    weight = weight.T  # Keras's kernels are [in, out]
+                block.get_submodule(sublayer).weight.data.copy_(weight)
         else:
-            model.get_submodule(where).weight.data.copy_(torch.from_numpy(value))
+            model.get_submodule(layer).weight.data.copy_(torch.from_numpy(value))
 
 
 def make_step(program, compiled):
-    """`step()`, which trains on the program's tokens once and returns the loss."""
-    options, sizes = program["optimizer"], program["sizes"]
-    model = TiedGPT(**sizes)
+    """Makes `step()`, which trains on the program's tokens once and returns the loss."""
+    options = program["optimizer"]
+    model = TiedGPT(**program["sizes"])
     set_weights(model, manifest.weights(program))
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(
@@ -65,10 +65,10 @@ def make_step(program, compiled):
     )
     dtype = getattr(torch, program["dtype"])
     scaler = torch.amp.GradScaler(DEVICE, enabled=dtype is torch.float16)
-    micro_batches = [
-        tuple(torch.from_numpy(array).long().to(DEVICE) for array in pair)
-        for pair in zip(*manifest.tokens(program), strict=True)
-    ]
+    stacked_x, stacked_y = (
+        torch.from_numpy(ids).long().to(DEVICE) for ids in manifest.tokens(program)
+    )
+    micro_batches = list(zip(stacked_x, stacked_y, strict=True))
 
     def loss_fn(x, y):
         with torch.autocast(DEVICE, dtype):
@@ -95,19 +95,21 @@ def make_step(program, compiled):
 
 
 def ready(value):
+    """Waits for the device and returns the value."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     return value
 
 
 def matmul_rate(dtype):
-    """Floating point operations a second of a large matmul of random numbers."""
+    """Measures the FLOP/s of a large matmul of random numbers."""
     size = 8192 if DEVICE == "cuda" else 256
     left, right = torch.randn(2, size, size, dtype=getattr(torch, dtype), device=DEVICE)
     return measure.rate_of_matmuls(lambda: left @ right, ready, size)
 
 
 def main(argv=None):
+    """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.torch_peer", description=__doc__.splitlines()[0]
     )
@@ -121,8 +123,9 @@ def main(argv=None):
     torch.set_float32_matmul_precision("high")
     losses, seconds = measure.timed(make_step(program, compiled=not arguments.eager), ready)
     measure.require_losses(program, losses)
-    # before the matmul's operands
-    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else None
+    peak = None
+    if DEVICE == "cuda":
+        peak = torch.cuda.max_memory_allocated()  # before the matmul's operands
     measure.report(
         "PyTorch eager" if arguments.eager else "torch.compile",
         program,

@@ -1,3 +1,1 @@
-"""The train step compiled for an H200 that is not there, read kernel by kernel and put on a
-roofline.
-"""
+"""Train steps compiled for a described H200, read kernel by kernel and put on a roofline."""

@@ -1,8 +1,7 @@
-"""Our programs and JAX's on an H200, predicted on any machine: `python -m benchmarks.h200 show` or
-`report`.
+"""Predicts our programs and JAX's on an H200, on any machine: `python -m benchmarks.h200 show`.
 
-Needs TensorFlow and XLA's compiler for CUDA (`pip install -e ".[test,h200]"`), for JAX's programs
-JAX and optax (`".[test,bench,h200]"`), and no GPU.
+The command needs TensorFlow and XLA's compiler for CUDA (`pip install -e ".[test,h200]"`), for
+JAX's programs JAX and optax (`".[test,bench,h200]"`), and no GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from fastaccum.step.compiler_ir import MemoryAnalysis
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.h200", description=__doc__.splitlines()[0]
     )
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     try:
         options.run(options)
-    except (pytest.skip.Exception, ModuleNotFoundError) as missing:  # as it is for a test
+    except (pytest.skip.Exception, ModuleNotFoundError) as missing:  # the helpers of tests skip
         parser.exit(1, f"{missing.msg}\n")
 
 
@@ -113,6 +113,7 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def compare_models(options: argparse.Namespace) -> None:
+    """Prints the table of the subcommand `models`."""
     names = options.names or list(models.MODELS)
     sizes = options.layers, options.batch, options.context
     for line in models.table(names, _rates(options), sizes, options.remat):
@@ -127,21 +128,22 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(beside_jax.Sizes):
         option = f"--{field.name.replace('_', '-')}"
         parser.add_argument(option, type=_whole, default=field.default, help="(%(default)s)")
-    why = (
-        "multiply by cuBLAS alone: without a device, XLA's Triton finds no tiles for an odd "
-        "number of tokens"
+    parser.add_argument(
+        "--no-triton",
+        action="store_true",
+        help="multiply by cuBLAS alone: without a device, XLA's Triton finds no tiles for an odd "
+        "number of tokens",
     )
-    parser.add_argument("--no-triton", action="store_true", help=why)
     _add_rates(parser)
     parser.set_defaults(run=compare_with_jax)
 
 
 def compare_with_jax(options: argparse.Namespace) -> None:
+    """Prints the tables of the subcommand `images`."""
+    names = options.names or ["resnet50", "vit"]
     sizes = beside_jax.Sizes(options.size, options.batch, options.micro_batches)
     flags = {"xla_gpu_enable_triton_gemm": False} if options.no_triton else {}
-    for line in beside_jax.table(
-        options.names or ["resnet50", "vit"], sizes, _rates(options), **flags
-    ):
+    for line in beside_jax.table(names, sizes, _rates(options), **flags):
         print(line, flush=True)
 
 
@@ -153,22 +155,17 @@ def _add_rates(parser: argparse.ArgumentParser) -> None:
 
 
 def _rates(options: argparse.Namespace) -> roofline.Rates:
-    return roofline.Rates(
-        **{
-            rate.name: getattr(options, f"{rate.name}_rate")
-            for rate in dataclasses.fields(roofline.Rates)
-        }
-    )
+    names = [rate.name for rate in dataclasses.fields(roofline.Rates)]
+    return roofline.Rates(**{name: getattr(options, f"{name}_rate") for name in names})
 
 
 def add_gpt_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `programs.Gpt`."""
+    """Adds the options of `programs.Gpt`."""
     for field in dataclasses.fields(programs.Gpt):
         if isinstance(field.default, int) and not isinstance(field.default, bool):
-            kind = _width if field.name == "width" else _whole
-            parser.add_argument(
-                f"--{field.name.replace('_', '-')}", type=kind, default=field.default
-            )
+            option = f"--{field.name.replace('_', '-')}"
+            convert = _width if field.name == "width" else _whole
+            parser.add_argument(option, type=convert, default=field.default)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
         "--unrolled", dest="stacked", action="store_false", help="without a LayerStack"
@@ -184,12 +181,13 @@ def add_gpt_options(parser: argparse.ArgumentParser) -> None:
 
 
 def gpt_options(options: argparse.Namespace) -> programs.Gpt:
-    return programs.Gpt(
-        **{field.name: getattr(options, field.name) for field in dataclasses.fields(programs.Gpt)}
-    )
+    """Returns the GPT that the options describe."""
+    names = [field.name for field in dataclasses.fields(programs.Gpt)]
+    return programs.Gpt(**{name: getattr(options, name) for name in names})
 
 
 def show(options: argparse.Namespace) -> None:
+    """Prints the totals and the kernels of the subcommand `show`."""
     if options.file:
         program = programs.Compiled(options.file, MemoryAnalysis(0, 0, 0, 0), options.micro_batches)
     elif options.jax:
@@ -197,9 +195,8 @@ def show(options: argparse.Namespace) -> None:
     else:
         try:
             program = programs.gpt(gpt_options(options))
-        except ValueError as refused:
-            # sizes that go into no GPT together, a policy that names nothing
-            options.parser.error(str(refused).partition("Arguments received")[0].strip())
+        except ValueError as error:  # of sizes that do not fit each other, of an unknown policy
+            options.parser.error(str(error).partition("Arguments received")[0].strip())
     if options.save:
         options.save.write_text(program.text)
     rates = _rates(options)
@@ -215,13 +212,14 @@ def _jax_program(options: argparse.Namespace) -> programs.Compiled:
         options.parser.error(f"argument --attention: JAX has cudnn and xla, not {attention}")
     from benchmarks.h200 import jax_programs  # needs JAX and optax
 
-    return jax_programs.gpt(
-        programs.JaxGpt(options.jax, attention, options.logits, gpt_options(options))
-    )
+    program = programs.JaxGpt(options.jax, attention, options.logits, gpt_options(options))
+    return jax_programs.gpt(program)
 
 
 def _policy(text: str) -> str | tuple[str, ...]:
-    return text if text in POLICIES else tuple(text.split(","))
+    if text in POLICIES:
+        return text
+    return tuple(text.split(","))
 
 
 def _whole(text: str) -> int:

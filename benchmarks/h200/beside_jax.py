@@ -1,8 +1,7 @@
-"""Our train steps of models of images beside Keras's own JAX backend: the same XLA compiles both
-for the same H200.
+"""Compares our train steps of models of images with those of Keras's JAX backend, on an H200.
 
-JAX's program comes from a process of its own (`benchmarks.peers.jax_keras`), since a process has
-one backend of Keras.
+The same XLA compiles both. JAX's program comes from a process of its own
+(`benchmarks.peers.jax_keras`), since a process has one backend of Keras.
 """
 
 from __future__ import annotations
@@ -26,20 +25,22 @@ from benchmarks.h200.kernels import Kernel
 from benchmarks.support.stablehlo import h200
 
 ROOT = Path(__file__).parents[2]
-FORWARD, DATA, WEIGHTS = (
-    "products, forward",
-    "products, gradients of data",
-    "products, gradients of weights",
-)
-ATTENTION, STATISTICS, REDUCES = "fused attention", "reduces of BatchNorm", "other reduces"
-ELEMENTWISE, COPIES = "elementwise, pooling", "casts and copies"
-SUMS, UPDATE = "weights: casts, sums of gradients", "once a step"
+FORWARD = "products, forward"
+DATA = "products, gradients of data"
+WEIGHTS = "products, gradients of weights"
+ATTENTION = "fused attention"
+STATISTICS = "reduces of BatchNorm"
+REDUCES = "other reduces"
+ELEMENTWISE = "elementwise, pooling"
+COPIES = "casts and copies"
+SUMS = "weights: casts, sums of gradients"
+UPDATE = "once a step"
 PARTS = (FORWARD, DATA, WEIGHTS, ATTENTION, STATISTICS, REDUCES, ELEMENTWISE, COPIES, SUMS, UPDATE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of a train step.
+    """Sizes of a train step.
 
     Attributes:
         size: pixels along each side of an image.
@@ -63,7 +64,8 @@ def ours(name: str, sizes: Sizes, **flags: bool) -> tuple[programs.Compiled, fro
     Returns:
         The program, and how many elements the model's matrices and convolutional kernels have.
     """
-    policy, shape = keras.config.dtype_policy(), (sizes.micro_batches, sizes.batch)
+    policy = keras.config.dtype_policy()
+    shape = (sizes.micro_batches, sizes.batch)
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         with h200.weightless():
@@ -71,9 +73,8 @@ def ours(name: str, sizes: Sizes, **flags: bool) -> tuple[programs.Compiled, fro
             trainer = fa.Trainer(model, vision.optimizer(), vision.loss(), clip_norm=1.0)
             images = np.zeros((*shape, sizes.size, sizes.size, 3), "float32")
             program = programs.of_trainer(trainer, (images, np.zeros(shape, "int32")), **flags)
-            return program, frozenset(
-                math.prod(v.shape) for v in model.trainable_variables if len(v.shape) > 1
-            )
+            shapes = [variable.shape for variable in model.trainable_variables]
+            return program, frozenset(math.prod(shape) for shape in shapes if len(shape) > 1)
     finally:
         keras.config.set_dtype_policy(policy)
         keras.backend.clear_session()
@@ -104,46 +105,64 @@ def part(kernel: Kernel, weights: Collection[int]) -> str:
         return UPDATE
     if kernel.kind == "attention":
         return ATTENTION
-    of_weights = any(math.prod(shape) in weights for _, shape in kernel.results)
+    has_weight_size = any(math.prod(shape) in weights for _, shape in kernel.results)
     if kernel.flops:
-        is_backward = re.search(r"gradient_tape|transpose\(", kernel.scope)
-        of_weights |= kernel.types.endswith("-> f32")  # where XLA splits it, in parts
-        return WEIGHTS if of_weights and is_backward else DATA if is_backward else FORWARD
-    if kernel.kind == "reduce":  # whose partial sums may have a weight's size
-        return STATISTICS if re.search(r"bn\b|_bn_|batch_?norm|moments", kernel.scope) else REDUCES
-    if of_weights or re.search(r"(^|/)accumulate/", kernel.scope):
+        if not re.search(r"gradient_tape|transpose\(", kernel.scope):
+            return FORWARD
+        # XLA may split a gradient of weights into parts, in float32.
+        if has_weight_size or kernel.types.endswith("-> f32"):
+            return WEIGHTS
+        return DATA
+    if kernel.kind == "reduce":  # its partial sums may have a weight's size
+        if re.search(r"bn\b|_bn_|batch_?norm|moments", kernel.scope):
+            return STATISTICS
+        return REDUCES
+    if has_weight_size or re.search(r"(^|/)accumulate/", kernel.scope):
         return SUMS
-    return COPIES if kernel.kind in ("convert", "copy", "slice", "transpose") else ELEMENTWISE
+    if kernel.kind in ("convert", "copy", "slice", "transpose"):
+        return COPIES
+    return ELEMENTWISE
 
 
 def table(
     names: Collection[str], sizes: Sizes, rates: roofline.Rates, **flags: bool
 ) -> Iterator[str]:
-    """Yields the lines of tables in Markdown: time and memory of each model's two programs, then
-    the time by part.
-    """
-    compiled = {name: (*ours(name, sizes, **flags), theirs(name, sizes, **flags)) for name in names}
+    """Yields tables in Markdown: time and memory of both programs of each model, then of parts."""
     images = f"{sizes.micro_batches} x {sizes.batch} images of {sizes.size} x {sizes.size}"
     yield f"| {images} | ms | JAX's ms | ratio | temp GB | JAX's GB | ratio |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for name, (our, _, their) in compiled.items():
-        ms = [roofline.predict(each.kernels, rates).ms for each in (our, their)]
-        temp = [each.memory.temp_bytes / 1e9 for each in (our, their)]
-        times = f"{ms[0]:.1f} | {ms[1]:.1f} | {ms[0] / ms[1]:.2f}"
-        yield f"| {name} | {times} | {temp[0]:.2f} | {temp[1]:.2f} | {temp[0] / temp[1]:.2f} |"
-    for name, (our, weights, their) in compiled.items():
-        yield ""
-        yield f"| {name} | ms | launches | GB | JAX's ms | launches | GB |"
-        yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-        predicted = [roofline.predict(each.kernels, rates) for each in (our, their)]
-        parts = [
-            summary.grouped(each, lambda kernel, of=weights: part(kernel, of)) for each in predicted
-        ]
-        for row in PARTS:
-            both = [each.get(row, summary.Group()) for each in parts]
-            if any(group.launches for group in both):
-                cells = (
-                    f"{group.ms:.1f} | {group.launches:,} | {group.bytes / 1e9:.1f}"
-                    for group in both
-                )
-                yield f"| {row} | {' | '.join(cells)} |"
+    tables_of_parts = []
+    for name in names:
+        program, weights = ours(name, sizes, **flags)
+        jax_program = theirs(name, sizes, **flags)
+        prediction = roofline.predict(program.kernels, rates)
+        jax_prediction = roofline.predict(jax_program.kernels, rates)
+        ms = prediction.ms
+        jax_ms = jax_prediction.ms
+        temp = program.memory.temp_bytes / 1e9
+        jax_temp = jax_program.memory.temp_bytes / 1e9
+        times = f"{ms:.1f} | {jax_ms:.1f} | {ms / jax_ms:.2f}"
+        yield f"| {name} | {times} | {temp:.2f} | {jax_temp:.2f} | {temp / jax_temp:.2f} |"
+        tables_of_parts += ["", *_table_of_parts(name, prediction, jax_prediction, weights)]
+    yield from tables_of_parts
+
+
+def _table_of_parts(
+    name: str,
+    prediction: roofline.Prediction,
+    jax_prediction: roofline.Prediction,
+    weights: Collection[int],
+) -> Iterator[str]:
+    groups = summary.grouped(prediction, lambda kernel: part(kernel, weights))
+    jax_groups = summary.grouped(jax_prediction, lambda kernel: part(kernel, weights))
+    yield f"| {name} | ms | launches | GB | JAX's ms | launches | GB |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for row in PARTS:
+        group = groups.get(row, summary.Group())
+        jax_group = jax_groups.get(row, summary.Group())
+        if group.launches or jax_group.launches:
+            yield f"| {row} | {_cells(group)} | {_cells(jax_group)} |"
+
+
+def _cells(group: summary.Group) -> str:
+    return f"{group.ms:.1f} | {group.launches:,} | {group.bytes / 1e9:.1f}"

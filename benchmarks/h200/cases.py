@@ -1,4 +1,4 @@
-"""The programs of the report: ours and JAX's for the same GPTs, and what each of them comes to."""
+"""Programs of the report, ours and JAX's for the same GPTs, and their figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from fastaccum.step.compiler_ir import compiler_ir
 
 Case = Gpt | JaxGpt
 
-SHIPPED, RECOMPUTED = "fastaccum, as shipped", "fastaccum, everything recomputed"
+SHIPPED = "fastaccum, as shipped"
+RECOMPUTED = "fastaccum, everything recomputed"
 PORTABLE_RECOMPUTED = "fastaccum without cuDNN, everything recomputed"
 CHECKPOINT = "JAX, scan and jax.checkpoint"
 LONG = {"context": 8192, "batch": 2}
@@ -51,7 +52,7 @@ ONLY_SHALLOW = (
     f"{CHECKPOINT}, cuDNN, float32 logits",
 )
 
-# What the pictures draw: programs against sizes.
+# The programs and the sizes that the pictures draw.
 DRAWN = {
     SHIPPED: OURS[SHIPPED],
     f"{CHECKPOINT}, cuDNN": JAX[f"{CHECKPOINT}, cuDNN"],
@@ -67,39 +68,38 @@ AXES: dict[str, list[tuple[int, dict[str, int]]]] = {
 
 
 def sized(case: Case, **sizes: int) -> Case:
-    """The same program of another size."""
+    """Returns the same program of another size."""
     if isinstance(case, Gpt):
         return dataclasses.replace(case, **sizes)
     return dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, **sizes))
 
 
 def everything() -> list[Case]:
-    """All programs that the report tells of, each once, those that take longest first."""
+    """Lists all programs of the report, each once, the slowest to compile first."""
     named = {**OURS, **JAX}
     cases = [*named.values()]
     cases += [sized(case, layers=DEEP) for name, case in named.items() if name not in ONLY_SHALLOW]
     long = (OURS[SHIPPED], OURS[RECOMPUTED], JAX[f"{CHECKPOINT}, cuDNN"])
     cases += [sized(case, **LONG) for case in long]
     cases += [Gpt(dtype="float16"), Gpt(dtype="float16", layers=DEEP)]
-    cases += [
-        sized(case, **sizes)
-        for points in AXES.values()
-        for _, sizes in points
-        for case in DRAWN.values()
-    ]
-    return sorted(dict.fromkeys(cases), key=_cost, reverse=True)
+    for points in AXES.values():
+        for _, sizes in points:
+            cases += [sized(case, **sizes) for case in DRAWN.values()]
+    without_duplicates = dict.fromkeys(cases)
+    return sorted(without_duplicates, key=_cost, reverse=True)
 
 
 def _cost(case: Case) -> tuple[bool, int]:
-    unrolled = not case.stacked if isinstance(case, Gpt) else case.form == "unrolled"
-    sizes = case if isinstance(case, Gpt) else case.sizes
-    return isinstance(case, Gpt), sizes.layers if unrolled else 1
+    """Returns a key that orders cases by the time of their compilation."""
+    if isinstance(case, Gpt):
+        return True, 1 if case.stacked else case.layers
+    return False, case.sizes.layers if case.form == "unrolled" else 1
 
 
 def figures(
     cases: list[Case], rates: roofline.Rates, processes: int = 2
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Compiles the programs, and measures each as soon as it is there.
+    """Compiles the programs and yields the figures of each as soon as it is compiled.
 
     Args:
         cases: the programs.
@@ -111,18 +111,16 @@ def figures(
         for number, future in enumerate(concurrent.futures.as_completed(running), 1):
             case = running[future]
             try:
-                found = future.result()
+                results = future.result()
             except Exception as error:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise RuntimeError(f"{case} was not compiled") from error
             print(f"{number} of {len(cases)}: {case}", file=sys.stderr, flush=True)
-            yield case, found
+            yield case, results
 
 
 def _in_its_own_process(case: Case, rates: roofline.Rates) -> dict[str, Any]:
-    """Its figures, from a process that gives back all memory, and that may be killed for want of
-    it.
-    """
+    """Computes the figures in a process, which gives its memory back, or may be killed for it."""
     context = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
     with concurrent.futures.ProcessPoolExecutor(1, context) as one:
         return one.submit(_figures, case, rates).result()
@@ -137,13 +135,15 @@ def _figures(case: Case, rates: roofline.Rates) -> dict[str, Any]:
 
 
 def head_memory() -> dict[str, float]:
-    """Bytes of logits and their gradients at once, "temp", and of float32 "logits" as a whole.
+    """Returns the bytes of logits and their gradients at once, "temp", and of float32 "logits".
 
-    Of a program that computes the loss and its gradients alone. What any form has is left out: the
-    gradient of the hidden states in float32, and the rounded table, which is made once a step.
+    They are those of a program that computes the loss and its gradients alone, without what any
+    form has: the gradient of the hidden states in float32, and the rounded table, which is made
+    once a step.
     """
     sizes = Gpt()
-    tokens, count = (sizes.batch, sizes.context), sizes.batch * sizes.context
+    tokens = (sizes.batch, sizes.context)
+    count = sizes.batch * sizes.context
 
     def gradients(
         hidden: tf.Tensor, table: tf.Tensor, labels: tf.Tensor, rounded: tf.Tensor
@@ -160,17 +160,17 @@ def head_memory() -> dict[str, float]:
             )
         return tape.gradient(loss, [hidden, table])
 
-    half, table = tf.as_dtype(sizes.dtype), (sizes.vocabulary, sizes.width)
-    shapes = [
+    half = tf.as_dtype(sizes.dtype)
+    table = (sizes.vocabulary, sizes.width)
+    arguments = [
         tf.TensorSpec((*tokens, sizes.width), half),
         tf.TensorSpec(table),
         tf.TensorSpec(tokens, tf.int32),
+        tf.TensorSpec(table, half),
     ]
     with h200.as_on_a_gpu():
         function = tf.function(gradients, jit_compile=True, autograph=False)
-        exported = compiler_ir(
-            function, *shapes, tf.TensorSpec(table, half), stage="stablehlo_serialized"
-        )
+        exported = compiler_ir(function, *arguments, stage="stablehlo_serialized")
     _, memory = programs.compiled(exported)
     return {
         "temp": memory.temp_bytes - 4.0 * count * sizes.width,
@@ -179,7 +179,7 @@ def head_memory() -> dict[str, float]:
 
 
 def versions() -> dict[str, str]:
-    """Of what the programs were written with and compiled by."""
+    """Returns the versions of the packages that write and compile the programs."""
     import jax
     import jaxlib
     import keras

@@ -1,8 +1,7 @@
-"""Summaries of six programs compiled for an H200, kept in tests/golden: `python -m benchmarks.h200
-golden` renews them.
+"""Renews the summaries of six programs in tests/golden: `python -m benchmarks.h200 golden`.
 
-A change of ours that changes the compiled program shows in a change of these files, and is seen in
-review.
+The programs are compiled for an H200. A change of ours that changes a compiled program shows as a
+change of these files in review.
 """
 
 from __future__ import annotations
@@ -22,16 +21,19 @@ from benchmarks.h200 import programs, summary
 from benchmarks.support.stablehlo import h200
 
 FOLDER = Path(__file__).parents[2] / "tests" / "golden"
-# Nothing but these decides what is compiled, besides this repository.
+# The packages that decide, beside this repository, what is compiled.
 VERSIONS = ("tensorflow", "keras", "tf-keras", "jaxlib")
 COMMAND = "python -m benchmarks.h200 golden"
 
 
 def bert() -> programs.Compiled:
-    """An encoder with masked-token loss, of tf_keras's own layers."""
+    """Compiles an encoder with masked-token loss, of tf_keras's own layers."""
     import tf_keras
 
-    layers, width, vocabulary, K, B, T = tf_keras.layers, 1024, 8192, 4, 12, 512
+    layers = tf_keras.layers
+    width = 1024
+    vocabulary = 8192
+    K, B, T = 4, 12, 512  # micro-batches, batch, time
     policy = tf_keras.mixed_precision.Policy("mixed_float16")
     ids = tf_keras.Input((T,), dtype="int32")
     x = layers.Embedding(vocabulary, width, dtype=policy)(ids)
@@ -48,14 +50,15 @@ def bert() -> programs.Compiled:
     program = programs.of_trainer(
         fa.Trainer(model, tf_keras.optimizers.Adam(1e-4), loss), tuple(stack)
     )
-    # attention's have an axis of heads
+    # The matrices of a block; those of its attention have an axis of heads.
     block = [*4 * [(width, width)], (width, 4 * width), (4 * width, width)]
     return dataclasses.replace(program, matrices=(*block, *block, (width, vocabulary)))
 
 
 def convnet() -> programs.Compiled:
-    """A residual network with batch normalization, of Keras's own layers."""
-    K, B, size, layers = 4, 64, 64, keras.layers
+    """Compiles a residual network with batch normalization, of Keras's own layers."""
+    K, B, size = 4, 64, 64  # micro-batches, batch, pixels along each side
+    layers = keras.layers
 
     def convolved(x, filters, stride=1):
         x = layers.Conv2D(filters, 3, stride, "same", use_bias=False, dtype="mixed_float16")(x)
@@ -94,7 +97,7 @@ PROGRAMS: dict[str, Callable[[], programs.Compiled]] = {
 
 
 def summarize(program: programs.Compiled) -> dict[str, Any]:
-    """What is kept of a program: counts, and figures of four digits."""
+    """Returns what is kept of a program: counts, and figures of four digits."""
     return {name: _rounded(value) for name, value in summary.of(program).items() if name != "ms"}
 
 
@@ -102,50 +105,55 @@ def renew(names: list[str]) -> None:
     """Writes the files of these programs."""
     FOLDER.mkdir(exist_ok=True)
     for name in names:
-        path, kept = (
-            FOLDER / f"{name}.json",
-            {**summarize(PROGRAMS[name]()), "versions": versions()},
-        )
+        path = FOLDER / f"{name}.json"
+        kept = {**summarize(PROGRAMS[name]()), "versions": versions()}
         before = json.loads(path.read_text()) if path.exists() else None
         path.write_text(json.dumps(kept, indent=1) + "\n")
-        print(
-            f"{name}: {'as before' if kept == before else 'renewed'}, {kept['predicted ms']} ms",
-            flush=True,
-        )
+        state = "as before" if kept == before else "renewed"
+        print(f"{name}: {state}, {kept['predicted ms']} ms", flush=True)
 
 
 def differences(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What a summary says otherwise than before, a line for each.
+    """Lists the figures of a summary that differ from the kept ones.
 
-    Matmuls, where gradients are added and what no step may hold are compared exactly: one of them
-    is a change of form. All other figures may differ by 2%, and by 8 launches a step: a small
-    kernel more in a micro-batch is no news.
+    Counts of matmuls, of added gradients and of what no step may hold are compared exactly: one of
+    them is a change of form. All other figures may differ by 2%, and by 8 launches a step, since
+    one more small kernel in a micro-batch does not matter.
     """
-    found = []
+    differing = []
     for name in sorted({*kept, *now} - {"versions"}):
-        before, after = (each.get(name) for each in (kept, now))
+        before = kept.get(name)
+        after = now.get(name)
         if isinstance(before, dict) and isinstance(after, dict):
             slack = 0 if name in ("matmuls", "weight gradients added") else 8
-            pairs = {
-                f"{name}, {key}": (before.get(key, 0), after.get(key, 0))
-                for key in sorted({*before, *after})
-            }
-        else:
-            slack, pairs = 0, {name: (before, after)}
-        for label, (old, new) in pairs.items():
-            counted = isinstance(old, int) and not slack
-            if old != new and (
-                counted or None in (old, new) or abs(new - old) > max(slack, 0.02 * abs(old))
-            ):
-                found.append(f"{label}: {old} -> {new}")
-    return found
+            for key in sorted({*before, *after}):
+                old = before.get(key, 0)
+                new = after.get(key, 0)
+                if _differ(old, new, slack):
+                    differing.append(f"{name}, {key}: {old} -> {new}")
+        elif _differ(before, after, slack=0):
+            differing.append(f"{name}: {before} -> {after}")
+    return differing
+
+
+def _differ(old: Any, new: Any, slack: int) -> bool:
+    """Compares two figures: counts without slack exactly, others within 2% or the slack."""
+    if old == new:
+        return False
+    is_exact = isinstance(old, int) and not slack
+    if is_exact or old is None or new is None:
+        return True
+    return abs(new - old) > max(slack, 0.02 * abs(old))
 
 
 def versions() -> dict[str, str]:
+    """Returns the versions of the packages that decide what is compiled."""
     return {name: importlib.metadata.version(name) for name in VERSIONS}
 
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _rounded(each) for name, each in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+        return {name: _rounded(figure) for name, figure in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return value

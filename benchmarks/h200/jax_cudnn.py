@@ -1,4 +1,4 @@
-"""What JAX asks of a GPU's cuDNN while it traces, answered for the described H200."""
+"""Answers for the described H200 what JAX asks a GPU's cuDNN while it traces."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from unittest import mock
 
 from jax._src.cudnn import fused_attention_stablehlo
 
-CUDNN_VERSION, CAPABILITY = 91000, (9, 0)  # what the description of the H200 says
+# The description of the H200 has these.
+CUDNN_VERSION = 91000
+CAPABILITY = (9, 0)
 
 
 @contextlib.contextmanager
 def cudnn_of_the_described_gpu() -> Iterator[None]:
-    """Answers for the device that JAX asks, while it traces, whether its cuDNN has flash attention.
+    """Makes JAX take cuDNN and the compute capability of the described H200 while it traces.
 
-    JAX looks at the machine that it runs on, although the program may be for another: these three
-    functions of jax._src.cudnn.fused_attention_stablehlo are all that it asks.
+    JAX looks at the machine that it runs on, although the program may be for another: it asks only
+    these three functions of jax._src.cudnn.fused_attention_stablehlo.
     """
 
-    def capability(of):
-        return tuple(int(part) for part in of.split("."))
+    def capability(text):
+        return tuple(int(number) for number in text.split("."))
 
     with mock.patch.multiple(
         fused_attention_stablehlo,

@@ -1,4 +1,4 @@
-"""The train step of `fa.gpt` as JAX users write it, compiled by the same XLA for the same device.
+"""Compiles the train step of `fa.gpt` as JAX users write it, by the same XLA for the same device.
 
 No value of a weight is ever made: parameters, optimizer state and tokens are shapes.
 """
@@ -20,7 +20,7 @@ from benchmarks.support import stablehlo
 
 
 def gpt(options: JaxGpt) -> programs.Compiled:
-    """JAX's program for these options."""
+    """Compiles JAX's program for these options."""
     sizes = options.sizes
     text, memory = programs.compiled(export(options))
     matrices = tuple(sizes.layers * parts.matrices(sizes))
@@ -28,7 +28,7 @@ def gpt(options: JaxGpt) -> programs.Compiled:
 
 
 def export(options: JaxGpt) -> bytes:
-    """The step's StableHLO, lowered for CUDA, serialized."""
+    """Lowers the step for CUDA and returns its serialized StableHLO."""
     jax.config.update("jax_platforms", "cpu")  # JAX would try its CUDA plugin, and find no driver
     sizes = options.sizes
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
@@ -45,6 +45,5 @@ def export(options: JaxGpt) -> bytes:
     ids = jax.ShapeDtypeStruct((sizes.micro_batches, sizes.batch, sizes.context), jnp.int32)
     with cudnn_of_the_described_gpu():
         traced = scan_train_step(loss_fn, optimizer).trace(params, opt_state, ids, ids)
-        return stablehlo.serialized(
-            traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
-        )
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        return stablehlo.serialized(lowered.compiler_ir("stablehlo"))

@@ -1,15 +1,13 @@
-"""XLA's optimized HLO for a GPU as the kernels that it launches: what each computes, and the bytes
-that it moves.
+"""Reads XLA's optimized HLO for a GPU as the kernels that it launches, with FLOPs and bytes.
 
-What a kernel moves is what it must read and write in memory once: each operand that it reads, of
-one that it slices or gathers from the slices alone; each result that it writes, of one that it
-updates in place the update alone. What caches hold from one kernel to the next, and what a matmul
-reads twice, is not known here.
+A kernel's bytes are those that it must read and write in memory once: each operand, or only the
+slices if it slices or gathers; each result, or only the update if it updates in place. What caches
+hold from one kernel to the next, and what a matmul reads twice, is not known here.
 
 FLOPs are those of matmuls and convolutions, two for a multiplication and its addition: elementwise
 arithmetic hides behind memory. Convolutions count no products with their padding. Attention by
 cuDNN is two matmuls forward and five backward (the scores again, and the gradients of values,
-weights, queries and keys), causal attention half of that: what is masked is skipped in blocks.
+weights, queries and keys), causal attention half of that: masked blocks are skipped.
 """
 
 from __future__ import annotations
@@ -18,13 +16,19 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from benchmarks.support.stablehlo import hlo
 
+# Bytes of a number.
 BYTES = {
-    "pred": 1,
     "s4": 0.5,
     "u4": 0.5,
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f8e4m3fn": 1,
+    "f8e5m2": 1,
     "s16": 2,
     "u16": 2,
     "f16": 2,
@@ -32,18 +36,13 @@ BYTES = {
     "s32": 4,
     "u32": 4,
     "f32": 4,
-}
-BYTES |= {
-    "s8": 1,
-    "u8": 1,
     "s64": 8,
     "u64": 8,
     "f64": 8,
     "c64": 8,
     "c128": 16,
-    "f8e4m3fn": 1,
-    "f8e5m2": 1,
 }
+# Opcodes for which nothing is launched.
 FREE = (
     "after-all",
     "bitcast",
@@ -53,34 +52,36 @@ FREE = (
     "opt-barrier",
     "parameter",
     "partition-id",
+    "replica-id",
+    "tuple",
 )
-FREE += ("replica-id", "tuple")  # nothing is launched for these
-HOST = ("conditional", "infeed", "outfeed", "recv", "send")  # these wait for it
-SLICES = ("dynamic-slice", "gather", "slice")  # read no more of their operand than they yield
-# A fusion is called after the first of these that it holds; elementwise otherwise.
+# Opcodes that wait for the host.
+HOST = ("conditional", "infeed", "outfeed", "recv", "send")
+# Opcodes that read no more of their operand than they yield.
+SLICES = ("dynamic-slice", "gather", "slice")
+# A fusion is called after the first of these opcodes that it holds, and elementwise without any.
 NAMED = ("scatter", "sort", "reduce-window", "reduce", "transpose", "gather")
+# Opcodes that compute nothing.
 MOVES = ("bitcast", "broadcast", "constant", "convert", "copy", "parameter", "reshape", "tuple")
-BOTH = ("true", "false")
 
 Computations = dict[str, list[hlo.Instruction]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One launch.
+    """Kernel that a program launches.
 
     Attributes:
         name: of its instruction.
         kind: "gemm", "convolution", "attention"; of a fusion "scatter", "reduce", "transpose",
-            "gather", "convert", "slice" (which copies one, or writes one), "fill", "elementwise";
-            or its opcode, such as "copy", or a custom call's target.
-        scope: where it comes from, as the framework names it; where XLA does not say, the loop
-            around it, and "/".
-        types: of a matmul "bf16 x bf16 -> f32"; the results' types of all others.
-        flops: of its matmuls, each time.
-        bytes: read and written, each time.
+            "gather", "convert", "slice" (which copies or writes a slice), "fill", "elementwise"; or
+            its opcode, such as "copy", or a custom call's target.
+        scope: the framework's name of the operation; without one, the loop around it, and "/".
+        types: "bf16 x bf16 -> f32" of a matmul; the results' types of all others.
+        flops: of its matmuls, in one launch.
+        bytes: read and written in one launch.
         loops: trip counts of the loops around it, the outermost first.
-        results: dtype and shape of what it writes.
+        results: dtype and shape of each result.
     """
 
     name: str
@@ -94,15 +95,15 @@ class Kernel:
 
     @property
     def times(self) -> int:
-        """How often it is launched each time the program runs."""
+        """The launches in one run of the program."""
         return math.prod(self.loops)
 
 
 def read(text: str) -> list[Kernel]:
-    """The kernels that a program launches, in the order of its schedule.
+    """Reads the kernels that a program launches, in the order of its schedule.
 
-    Of a conditional's branches the one that moves most is taken; a loop of unknown length counts
-    once (`facts` tells).
+    Of a conditional's branches the one that moves most bytes counts; a loop of unknown length
+    counts once (`facts` counts such loops).
 
     Args:
         text: an HLO module, optimized for a GPU and scheduled.
@@ -111,186 +112,234 @@ def read(text: str) -> list[Kernel]:
     return list(_Reader(computations).launches(entry, (), ""))
 
 
+Lines = dict[str, hlo.Instruction]  # the instructions of a computation, by name
+
+
+class _Work(NamedTuple):
+    """Kind, types and FLOPs of a kernel, as in `Kernel`."""
+
+    kind: str
+    types: str
+    flops: float
+
+
 @dataclasses.dataclass(frozen=True)
 class _Reader:
     computations: Computations
 
     def launches(self, computation: str, loops: tuple[int, ...], around: str) -> Iterator[Kernel]:
-        """Those of a computation, and of what it calls, inside loops and the scope of the
-        innermost.
+        """Yields the kernels of a computation and of those that it calls.
+
+        Args:
+            computation: its name.
+            loops: trip counts of the loops around it.
+            around: the scope of the innermost loop.
         """
         lines = {line.name: line for line in self.computations[computation]}
         for line in lines.values():
             opcode = line.opcode
-            nothing = opcode in FREE or 'custom_call_target="AllocateBuffer"' in line.attributes
-            if nothing or opcode.endswith(("-done", "-update")):
+            if opcode in FREE or opcode.endswith(("-done", "-update")):
+                continue
+            if 'custom_call_target="AllocateBuffer"' in line.attributes:
                 continue
             if opcode == "while":
-                yield from self.launches(
-                    line.called("body"), (*loops, line.trip_count or 1), _scope([line])
-                )
+                inner_loops = (*loops, line.trip_count or 1)
+                yield from self.launches(line.called("body"), inner_loops, _scope([line]))
             elif opcode == "call":
                 yield from self.launches(line.called("to_apply"), loops, around)
             elif opcode == "async-start":
                 yield from self.launches(line.called("calls"), loops, around)
             elif opcode == "conditional":
                 branches = [list(self.launches(name, loops, around)) for name in _branches(line)]
-                yield from max(
-                    branches,
-                    key=lambda kernels: sum(kernel.bytes * kernel.times for kernel in kernels),
-                )
+                yield from max(branches, key=_total_bytes)
             else:
                 kernel = self.kernel(line, lines)
                 yield dataclasses.replace(kernel, loops=loops, scope=kernel.scope or f"{around}/")
 
-    def kernel(self, line: hlo.Instruction, lines: dict[str, hlo.Instruction]) -> Kernel:
+    def kernel(self, line: hlo.Instruction, lines: Lines) -> Kernel:
+        """Reads the kernel of an instruction."""
         operands = [lines[name] for name in line.operands]
-        fused = self.computations[line.called("calls")] if line.opcode == "fusion" else None
+        fused = []
+        if line.opcode == "fusion":
+            fused = self.computations[line.called("calls")]
         if fused:
-            kind, types, flops = self.fusion(line, fused)
+            work = self.fusion(line, fused)
             moved = _moved(fused, [operand.types for operand in operands])
         else:
-            kind, types, flops = _alone(line, operands)
+            work = _read_work(line, operands)
             moved = _moved_alone(line, operands)
+        scope = _scope([line, *fused])
         return Kernel(
-            line.name, kind, _scope([line, *(fused or ())]), types, flops, moved, results=line.types
+            line.name, work.kind, scope, work.types, work.flops, moved, results=line.types
         )
 
-    def fusion(self, line: hlo.Instruction, fused: list[hlo.Instruction]) -> tuple[str, str, float]:
-        inner = list(self.nested(fused))
-        products = [(each, lines) for each, lines in inner if each.opcode in ("dot", "convolution")]
+    def fusion(self, line: hlo.Instruction, fused: list[hlo.Instruction]) -> _Work:
+        """Reads the work of a fusion: of its products, or else of the opcodes that it holds."""
+        instructions = list(self.nested(fused))
+        products = []
+        for instruction, lines in instructions:
+            if instruction.opcode in ("dot", "convolution"):
+                operands = [lines[name] for name in instruction.operands]
+                products.append(_read_work(instruction, operands))
         if products:
-            counted = [
-                _alone(each, [lines[name] for name in each.operands]) for each, lines in products
-            ]
-            return counted[0][0], counted[0][1], sum(flops for _, _, flops in counted)
-        opcodes = {each.opcode for each, _ in inner}
+            return products[0]._replace(flops=sum(product.flops for product in products))
+        opcodes = {instruction.opcode for instruction, _ in instructions}
         kind = next((name for name in NAMED if name in opcodes), "elementwise")
         if kind == "elementwise":
-            arrays = {each.opcode for each, _ in inner if math.prod(each.shape) > 1}
+            of_arrays = {
+                instruction.opcode
+                for instruction, _ in instructions
+                if math.prod(instruction.shape) > 1
+            }
             if not line.operands:
                 kind = "fill"
-            elif arrays <= {*MOVES, *SLICES, "dynamic-update-slice"}:
-                kind = "convert" if "convert" in arrays else "slice"
-        return kind, _types(line), 0.0
+            elif of_arrays <= {*MOVES, *SLICES, "dynamic-update-slice"}:
+                kind = "convert" if "convert" in of_arrays else "slice"
+        return _Work(kind, _types(line), 0.0)
 
-    def nested(
-        self, lines: list[hlo.Instruction]
-    ) -> Iterator[tuple[hlo.Instruction, dict[str, hlo.Instruction]]]:
-        by_name = {line.name: line for line in lines}
-        for line in lines:
-            yield line, by_name
+    def nested(self, fused: list[hlo.Instruction]) -> Iterator[tuple[hlo.Instruction, Lines]]:
+        """Yields the instructions of a fusion and of fusions in it, each with its computation."""
+        lines = {line.name: line for line in fused}
+        for line in fused:
+            yield line, lines
             if line.opcode == "fusion":
                 yield from self.nested(self.computations[line.called("calls")])
 
 
+def _total_bytes(kernels: list[Kernel]) -> float:
+    return sum(kernel.bytes * kernel.times for kernel in kernels)
+
+
 def facts(text: str) -> dict[str, int]:
-    """What no step may hold: loops of unknown length, and instructions that wait for the host."""
+    """Counts what no step may hold: loops of unknown length, and waits for the host."""
     computations, _ = hlo.parse(text)
-    lines = [line for each in computations.values() for line in each]
-    unknown = sum(line.opcode == "while" and line.trip_count is None for line in lines)
-    counts = {opcode: sum(line.opcode == opcode for line in lines) for opcode in HOST}
-    transfers = sum(count for opcode, count in counts.items() if opcode != "conditional")
+    unknown = 0
+    conditionals = 0
+    transfers = 0
+    for lines in computations.values():
+        for line in lines:
+            if line.opcode == "while" and line.trip_count is None:
+                unknown += 1
+            if line.opcode == "conditional":
+                conditionals += 1
+            elif line.opcode in HOST:
+                transfers += 1
+            if "S(5)" in line.attributes:  # the memory space of the host
+                transfers += 1
     return {
         "unknown trip counts": unknown,
-        "conditionals": counts["conditional"],
-        "host transfers": transfers + sum("S(5)" in line.attributes for line in lines),
+        "conditionals": conditionals,
+        "host transfers": transfers,
     }
 
 
 def size(types: Iterable[tuple[str, tuple[int, ...]]]) -> float:
-    """Bytes of arrays."""
+    """Counts the bytes of arrays."""
     return sum(BYTES.get(dtype, 0) * math.prod(shape) for dtype, shape in types)
 
 
 def _moved(fused: list[hlo.Instruction], operands: list[tuple]) -> float:
-    """Bytes that a fusion reads and writes: from its results backwards, how much is needed of each
-    value within.
+    """Counts the bytes that a fusion reads and writes.
+
+    From the results backwards, it counts how many elements of each value are needed.
     """
     lines = {line.name: line for line in fused}
     root = next(line for line in fused if line.is_root)
-    results = [
-        _behind(name, lines) for name in (root.operands if root.opcode == "tuple" else [root.name])
-    ]
+    names = root.operands if root.opcode == "tuple" else [root.name]
+    results = [_source(name, lines) for name in names]
     in_place = {result.name for result in results if _updates_in_place(result, lines)}
     needed = dict.fromkeys(lines, 0.0)  # elements
     for result in results:
         needed[result.name] = math.prod(result.shape)
     for line in reversed(fused):
-        if needed[line.name] and line.opcode not in ("tuple", "parameter", "constant"):
-            part = min(1.0, needed[line.name] / math.prod(line.shape))
-            for position, name in enumerate(line.operands):
-                taken = _taken(line, position, lines)
-                needed[name] += 0 if position == 0 and line.name in in_place else part * taken
-    read = 0.0
+        if not needed[line.name] or line.opcode in ("tuple", "parameter", "constant"):
+            continue
+        part = min(1.0, needed[line.name] / math.prod(line.shape))
+        for position, name in enumerate(line.operands):
+            is_updated = position == 0 and line.name in in_place
+            if not is_updated:
+                needed[name] += part * _elements_read(line, position, lines)
+    moved = 0.0
     for line in fused:
         if needed[line.name] and line.opcode == "parameter":
             elements = sum(math.prod(shape) for _, shape in line.types)
-            read += size(operands[int(line.arguments)]) * min(1.0, needed[line.name] / elements)
-    return read + sum(_written(result, lines, result.name in in_place) for result in results)
+            part = min(1.0, needed[line.name] / elements)
+            moved += part * size(operands[int(line.arguments)])
+    for result in results:
+        moved += _written(result, lines, result.name in in_place)
+    return moved
 
 
-def _taken(line: hlo.Instruction, position: int, lines: dict[str, hlo.Instruction]) -> float:
-    """Elements of an operand that all of a value takes."""
+def _elements_read(line: hlo.Instruction, position: int, lines: Lines) -> float:
+    """Counts the elements of an operand that an instruction reads."""
     if position == 0 and line.opcode in SLICES:
         return math.prod(line.shape)
     if position == 0 and line.opcode == "scatter":
-        return math.prod(lines[line.operands[-1]].shape)  # each is added to what stands there
+        updates = lines[line.operands[-1]]  # each is added to an element
+        return math.prod(updates.shape)
     return math.prod(lines[line.operands[position]].shape)
 
 
-def _written(result: hlo.Instruction, lines: dict[str, hlo.Instruction], in_place: bool) -> float:
+def _written(result: hlo.Instruction, lines: Lines, in_place: bool) -> float:
+    """Counts the bytes that a kernel writes of a result."""
     if in_place:
         return size(lines[result.operands[1]].types)
-    return size(lines[result.operands[-1]].types if result.opcode == "scatter" else result.types)
+    if result.opcode == "scatter":
+        return size(lines[result.operands[-1]].types)
+    return size(result.types)
 
 
-def _updates_in_place(result: hlo.Instruction, lines: dict[str, hlo.Instruction]) -> bool:
-    """Whether it updates what is as it was before the kernel: then that buffer is the result's."""
-    return (
-        result.opcode == "dynamic-update-slice"
-        and _behind(result.operands[0], lines).opcode == "parameter"
-    )
+def _updates_in_place(result: hlo.Instruction, lines: Lines) -> bool:
+    """Says if a result is an update of an operand, whose buffer it then takes."""
+    if result.opcode != "dynamic-update-slice":
+        return False
+    return _source(result.operands[0], lines).opcode == "parameter"
 
 
-def _behind(name: str, lines: dict[str, hlo.Instruction]) -> hlo.Instruction:
-    """What a value is, in whatever shape."""
+def _source(name: str, lines: Lines) -> hlo.Instruction:
+    """Returns the instruction of a value before changes of its shape alone."""
     while lines[name].opcode in ("bitcast", "copy", "reshape"):
         name = lines[name].operands[0]
     return lines[name]
 
 
 def _moved_alone(line: hlo.Instruction, operands: list[hlo.Instruction]) -> float:
+    """Counts the bytes that an instruction outside of fusions reads and writes."""
+    sizes = [size(operand.types) for operand in operands]
     if line.opcode in SLICES:
-        return 2 * size(line.types) + sum(size(each.types) for each in operands[1:])
+        return 2 * size(line.types) + sum(sizes[1:])
     if line.opcode == "dynamic-update-slice":
-        return 2 * size(operands[1].types)
+        return 2 * sizes[1]
     if line.opcode == "scatter":
-        return 3 * size(operands[-1].types) + size(operands[1].types)
+        return 3 * sizes[-1] + sizes[1]
     if line.opcode == "copy-start":
-        return 2 * size(operands[0].types)
-    written = line.types if "custom-call" not in line.opcode else line.types[: _results(line)]
-    return sum(size(each.types) for each in operands) + size(written)
+        return 2 * sizes[0]
+    results = line.types
+    if "custom-call" in line.opcode:
+        results = _without_workspace(results)
+    return sum(sizes) + size(results)
 
 
-def _results(line: hlo.Instruction) -> int:
-    """How many parts of a library call's result are no workspace."""
-    return len(line.types) - (len(line.types) > 1 and line.types[-1][0] in ("s8", "u8"))
+def _without_workspace(results: tuple) -> tuple:
+    """Returns the parts of a library call's result that are no workspace."""
+    if len(results) > 1 and results[-1][0] in ("s8", "u8"):
+        return results[:-1]
+    return results
 
 
-def _alone(line: hlo.Instruction, operands: list[hlo.Instruction]) -> tuple[str, str, float]:
-    """Kind, types and FLOPs of an instruction that is a kernel by itself, or a product within
-    one.
-    """
+def _read_work(line: hlo.Instruction, operands: list[hlo.Instruction]) -> _Work:
+    """Reads the work of an instruction that is a kernel by itself, or of a product within one."""
     target = re.search(r'custom_call_target="([^"]*)"', line.attributes)
     kind = target[1] if target else line.opcode.removesuffix("-start")
     if kind == "dot" or kind.startswith("__cublas$"):
-        return "gemm", _product(line, operands), _gemm_flops(line, operands)
+        return _Work("gemm", _product(line, operands), _gemm_flops(line, operands))
     if kind == "convolution" or kind.startswith("__cudnn$conv"):
-        return "convolution", _product(line, operands), _convolution_flops(line, operands, kind)
+        flops = _convolution_flops(line, operands, kind)
+        return _Work("convolution", _product(line, operands), flops)
     if kind.startswith("__cudnn$fmha"):
-        return "attention", _product(line, operands), _attention_flops(line, operands, kind)
-    return kind, _types(line), 0.0
+        flops = _attention_flops(line, operands, kind)
+        return _Work("attention", _product(line, operands), flops)
+    return _Work(kind, _types(line), 0.0)
 
 
 def _gemm_flops(line: hlo.Instruction, operands: list[hlo.Instruction]) -> float:
@@ -303,49 +352,55 @@ def _attention_flops(line: hlo.Instruction, operands: list[hlo.Instruction], kin
     scores = re.search(
         r'"intermediate_tensor_shape":\s*\{[^{}]*"dimensions":\s*\[([^\]]*)\]', line.attributes
     )
-    causal = "CAUSAL" in line.attributes
     products = 5 if "Backward" in kind else 2
     elements = math.prod(int(number) for number in re.findall(r"\d+", scores[1]))
-    return products * 2.0 * elements * operands[0].shape[-1] / (2 if causal else 1)
+    flops = products * 2.0 * elements * operands[0].shape[-1]
+    if "CAUSAL" in line.attributes:
+        return flops / 2
+    return flops
 
 
 def _convolution_flops(line: hlo.Instruction, operands: list[hlo.Instruction], kind: str) -> float:
-    """Two for each pair of an output and a weight that meet at an input, not at the padding."""
-    image, filters, result = operands[0].shape, operands[1].shape, line.shape
+    """Counts two for each pair of an output and a weight that meet at an input."""
+    image = operands[0].shape
+    filters = operands[1].shape
+    result = line.shape
     if kind.endswith("BackwardInput"):
         image, result = result, image
     elif kind.endswith("BackwardFilter"):
         filters, result = result, filters
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line.attributes)
+    image_size = dict(zip(labels[1], image, strict=True))
+    filters_size = dict(zip(labels[2], filters, strict=True))
+    result_size = dict(zip(labels[3], result, strict=True))
     window = dict(re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=([\w\-]+)", line.attributes))
+    flops = 2.0 * result_size["b"] * filters_size["i"] * filters_size["o"]
     axes = [label for label in labels[1] if label.isdigit()]
-    steps = [
-        _meeting(i, axis, window, labels, image, filters, result) for i, axis in enumerate(axes)
-    ]
-    batch, depth = (
-        result[labels[3].index("b")],
-        math.prod(filters[labels[2].index(each)] for each in "io"),
-    )
-    return 2.0 * batch * depth * math.prod(steps)
+    for number, axis in enumerate(axes):
+        of_axis = {name: text.split("x")[number] for name, text in window.items()}
+        flops *= _pairs_at_inputs(image_size[axis], filters_size[axis], result_size[axis], of_axis)
+    return flops
 
 
-def _meeting(i, axis, window, labels, image, filters, result) -> int:
-    """Along one axis, the pairs of an output and a weight that meet at an input."""
+def _pairs_at_inputs(image: int, filters: int, result: int, window: dict[str, str]) -> int:
+    """Counts the pairs of an output and a weight that meet at an input along one axis.
 
-    def entry(name, default):
-        return window[name].split("x")[i] if name in window else default
-
-    before = int(entry("pad", "0_0").split("_")[0])
-    stride, dilated, spread = (
-        int(entry(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate")
-    )
-    length = (image[labels[1].index(axis)] - 1) * dilated + 1
-    places = [
-        output * stride + weight * spread - before
-        for output in range(result[labels[3].index(axis)])
-        for weight in range(filters[labels[2].index(axis)])
-    ]
-    return sum(0 <= place < length and place % dilated == 0 for place in places)
+    Args:
+        image, filters, result: their sizes along the axis.
+        window: XLA's description of the window along the axis.
+    """
+    padding = int(window.get("pad", "0_0").split("_")[0])
+    stride = int(window.get("stride", "1"))
+    image_dilation = int(window.get("lhs_dilate", "1"))
+    filters_dilation = int(window.get("rhs_dilate", "1"))
+    length = (image - 1) * image_dilation + 1
+    pairs = 0
+    for output in range(result):
+        for weight in range(filters):
+            place = output * stride + weight * filters_dilation - padding
+            if 0 <= place < length and place % image_dilation == 0:
+                pairs += 1
+    return pairs
 
 
 def _product(line: hlo.Instruction, operands: list[hlo.Instruction]) -> str:
@@ -357,18 +412,17 @@ def _types(line: hlo.Instruction) -> str:
 
 
 def _branches(line: hlo.Instruction) -> list[str]:
-    named = re.search(r"branch_computations=\{([^}]*)\}", line.attributes)
-    return (
-        re.findall(r"%([\w.\-]+)", named[1])
-        if named
-        else [line.called(f"{it}_computation") for it in BOTH]
-    )
+    branches = re.search(r"branch_computations=\{([^}]*)\}", line.attributes)
+    if branches:
+        return re.findall(r"%([\w.\-]+)", branches[1])
+    return [line.called("true_computation"), line.called("false_computation")]
 
 
 def _scope(lines: list[hlo.Instruction]) -> str:
-    """The first name that the framework gave: the kernel's own, or the last within it."""
-    names = (
-        re.search(r'op_name="([^"]*)"', line.attributes)
-        for line in (lines[0], *reversed(lines[1:]))
-    )
-    return next((name[1] for name in names if name), "")
+    """Returns the framework's name of a kernel, or else the last one within it."""
+    line, *fused = lines
+    for candidate in (line, *reversed(fused)):
+        name = re.search(r'op_name="([^"]*)"', candidate.attributes)
+        if name:
+            return name[1]
+    return ""

@@ -1,7 +1,6 @@
-"""Train steps of models that people bring, of Keras and KerasHub, with their attention fused and as
-it is.
+"""Train steps of models of Keras and KerasHub, with their attention fused and unfused.
 
-Needs KerasHub (`pip install -e ".[test,h200,zoo]"`) for all but Keras's own.
+All but Keras's own need KerasHub (`pip install -e ".[test,h200,zoo]"`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from benchmarks.h200 import programs, roofline
 from benchmarks.support.stablehlo import h200
 
 Policy = str | Sequence[str] | None  # of `fa.remat`
-VOCABULARY, WIDTH, HEADS = 50_304, 2048, 16
+VOCABULARY = 50_304
+WIDTH = 2048
+HEADS = 16
 BERT_VOCABULARY = 30_522
 SIZES = {"vocabulary_size": VOCABULARY, "hidden_dim": WIDTH, "intermediate_dim": 4 * WIDTH}
 GROUPED = {"num_query_heads": HEADS, "num_key_value_heads": 4}
@@ -35,9 +36,8 @@ def keras_gpt(layers: int, context: int) -> keras.Model:
         x = x + keras.layers.MultiHeadAttention(HEADS, WIDTH // HEADS)(h, h, use_causal_mask=True)
         h = keras.layers.LayerNormalization()(x)
         x = x + keras.layers.Dense(WIDTH)(keras.layers.Dense(4 * WIDTH, activation="gelu")(h))
-    return keras.Model(
-        ids, keras.layers.Dense(VOCABULARY, use_bias=False)(keras.layers.LayerNormalization()(x))
-    )
+    x = keras.layers.LayerNormalization()(x)
+    return keras.Model(ids, keras.layers.Dense(VOCABULARY, use_bias=False)(x))
 
 
 def _hub(name: str, **options: Any) -> Callable[[int, int], keras.Model]:
@@ -54,9 +54,7 @@ def _hub(name: str, **options: Any) -> Callable[[int, int], keras.Model]:
 
 
 def bert(layers: int, context: int, dropout: float = 0.1) -> keras.Model:
-    """Builds KerasHub's classifier of BERT base's width; the dropout of 0.1 is that which it has by
-    default.
-    """
+    """Builds KerasHub's classifier of BERT base's width; 0.1 is its default dropout."""
     from keras_hub import models
 
     sizes = {
@@ -72,18 +70,18 @@ def bert(layers: int, context: int, dropout: float = 0.1) -> keras.Model:
 
 
 def own_gpt(layers: int, context: int) -> keras.Model:
-    """Builds `fa.gpt` of plain layers, which the others are compared with."""
+    """Builds `fa.gpt` of plain layers, for comparison."""
     return fa.gpt(VOCABULARY, context, WIDTH, layers, HEADS, tied=True, stacked=False)
 
 
-OF_IDS = "keras-gpt", "fa.gpt"  # models whose one input is ids
+OF_IDS = ("keras-gpt", "fa.gpt")  # models whose only input is ids
 MODELS: dict[str, Callable[[int, int], keras.Model]] = {
     "fa.gpt": own_gpt,
     "keras-gpt": keras_gpt,
     "gpt2": _hub("GPT2", num_heads=HEADS, dropout=0.0),
-    "gpt2-dropout": _hub("GPT2", num_heads=HEADS),  # 0.1, as it is by default
+    "gpt2-dropout": _hub("GPT2", num_heads=HEADS),  # 0.1 by default
     "bert": functools.partial(bert, dropout=0.0),
-    "bert-dropout": bert,  # as it is by default
+    "bert-dropout": bert,
     "llama": _hub("Llama", num_query_heads=HEADS, num_key_value_heads=HEADS),
     "mistral": _hub("Mistral", **GROUPED, sliding_window=4096),
     "qwen": _hub("Qwen", **GROUPED),
@@ -107,36 +105,50 @@ def compile_step(
     flash_attention: Any = "auto",
     policy: Policy = None,
 ) -> programs.Compiled:
-    """Compiles a train step of 8 micro-batches: mixed_bfloat16, AdamW, clipping, accuracy and, but
-    for the classifiers, `fa.LinearCrossEntropy`; `policy` is that of `fa.remat`.
+    """Compiles a train step of 8 micro-batches in mixed_bfloat16, with AdamW, clipping, accuracy.
+
+    Args:
+        name: of a model.
+        layers, batch, context: the sizes.
+        flash_attention: of the trainer.
+        policy: of `fa.remat`.
     """
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         with h200.weightless():
             model = fa.remat(MODELS[name](layers, context), policy)
-            classifies = name.startswith("bert")
-            loss = (
-                keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-                if classifies
-                else fa.LinearCrossEntropy()
-            )
-            optimizer = keras.optimizers.AdamW(3e-4, weight_decay=0.1)
-            options = {"clip_norm": 1.0, "flash_attention": flash_attention}
-            trainer = fa.Trainer(model, optimizer, loss, weighted_metrics=["accuracy"], **options)
             ids = np.zeros((8, batch, context), "int32")
-            x = ids if name in OF_IDS else {"token_ids": ids, "padding_mask": np.ones_like(ids)}
-            x = {**x, "segment_ids": ids} if classifies else x
-            program = programs.of_trainer(trainer, (x, ids[..., 0] if classifies else ids))
-            kernels = (w.shape for w in model.trainable_variables if w.path.endswith("kernel"))
-            inner = sum(math.prod(shape) for shape in kernels if VOCABULARY not in shape)
+            is_classifier = name.startswith("bert")
+            x: Any = ids
+            y = ids
+            loss = fa.LinearCrossEntropy()
+            if name not in OF_IDS:
+                x = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+            if is_classifier:
+                x["segment_ids"] = ids
+                y = ids[..., 0]
+                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            trainer = fa.Trainer(
+                model,
+                keras.optimizers.AdamW(3e-4, weight_decay=0.1),
+                loss,
+                weighted_metrics=["accuracy"],
+                clip_norm=1.0,
+                flash_attention=flash_attention,
+            )
+            program = programs.of_trainer(trainer, (x, y))
+            inner = 0  # parameters of products, without the head's
+            for weight in model.trainable_variables:
+                if weight.path.endswith("kernel") and VOCABULARY not in weight.shape:
+                    inner += math.prod(weight.shape)
     finally:
         keras.config.set_dtype_policy(before)
         keras.backend.clear_session()
-    # Of a token: 6 for each parameter of a product, and for each layer, channel and position of
+    # A token takes 6 for each parameter of a product, and 6 for each layer, channel and position of
     # causal attention.
     per_token = 6 * (inner + VOCABULARY * WIDTH) + 6 * layers * WIDTH * context
-    if classifies:  # no head over the vocabulary, and every token sees every other
+    if is_classifier:  # no head over the vocabulary, and every token sees every other
         per_token = 6 * inner + 12 * layers * 768 * context
     return dataclasses.replace(program, flops=float(ids.size * per_token))
 
@@ -147,23 +159,31 @@ def table(
     sizes: Sequence[int],
     policies: Sequence[Policy] = (),
 ) -> Iterator[str]:
-    """Yields the lines of a table in Markdown: MFU and temporary memory of each model, fused and as
-    it is; or fused, with each of the policies of `fa.remat`.
+    """Yields a table in Markdown: MFU and temporary memory of each model, unfused and fused.
+
+    With policies of `fa.remat`, the table has the fused model with each of them instead.
     """
-    named = [
-        each if isinstance(each, str) else ", ".join(each or ["nothing recomputed"])
-        for each in policies
-    ]
-    forms = {name: {"policy": policy} for name, policy in zip(named, policies, strict=True)}
-    forms = forms or {"unfused": {"flash_attention": False}, "fused": {}}
+    forms: dict[str, dict[str, Any]] = {_title(policy): {"policy": policy} for policy in policies}
+    if not forms:
+        forms = {"unfused": {"flash_attention": False}, "fused": {}}
     layers, batch, context = sizes
-    titles = [f"{what}, {form}" for what in ("MFU", "temp GB") for form in forms]
-    yield f"| {' | '.join([f'{layers} layers, {batch} x {context:,} tokens', *titles])} |"
-    yield f"| --- |{' ---: |' * len(titles)}"
+    header = [f"{layers} layers, {batch} x {context:,} tokens"]
+    header += [f"MFU, {form}" for form in forms]
+    header += [f"temp GB, {form}" for form in forms]
+    yield f"| {' | '.join(header)} |"
+    yield f"| --- |{' ---: |' * (len(header) - 1)}"
     for name in names:
-        steps = [compile_step(name, *sizes, **form) for form in forms.values()]
-        mfu = [
-            f"{roofline.predict(step.kernels, rates).mfu(step.flops or 0):.0%}" for step in steps
-        ]
-        gigabytes = [f"{step.memory.temp_bytes / 1e9:.1f}" for step in steps]
+        mfu = []
+        gigabytes = []
+        for form in forms.values():
+            step = compile_step(name, layers, batch, context, **form)
+            prediction = roofline.predict(step.kernels, rates)
+            mfu.append(f"{prediction.mfu(step.flops or 0):.0%}")
+            gigabytes.append(f"{step.memory.temp_bytes / 1e9:.1f}")
         yield f"| {' | '.join([name, *mfu, *gigabytes])} |"
+
+
+def _title(policy: Policy) -> str:
+    if isinstance(policy, str):
+        return policy
+    return ", ".join(policy or ["nothing recomputed"])

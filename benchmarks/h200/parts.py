@@ -1,9 +1,8 @@
-"""Which part of a train step a kernel belongs to, by the names that TensorFlow and JAX give it: one
-table for both.
+"""Finds the part of a train step that a kernel belongs to, by the names of TensorFlow and JAX.
 
 A name under "gradient_tape" in TensorFlow or "transpose" in JAX is of the backward pass; one under
-a LayerStack's loop there is of the layers once more. XLA hands a fusion the name of one of its
-operations, so what it fuses across a border counts on one side of it.
+a LayerStack's loop there is of recomputed layers. XLA hands a fusion the name of one of its
+operations, so a fusion across a border counts on one side of it.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ from benchmarks.h200.kernels import Kernel
 from benchmarks.h200.programs import Gpt
 from benchmarks.h200.roofline import Prediction
 
-MATMULS, ATTENTION, RECOMPUTED, LOSS, NORMS = (
-    "matmuls",
-    "attention",
-    "recomputed",
-    "head and loss",
-    "norms",
-)
-ELEMENTWISE, EMBEDDING, SUMS = "elementwise", "embedding", "sums of gradients"
-MOVES, UPDATE = "slices, copies, transposes", "once a step"
+MATMULS = "matmuls"
+ATTENTION = "attention"
+RECOMPUTED = "recomputed"
+LOSS = "head and loss"
+NORMS = "norms"
+ELEMENTWISE = "elementwise"
+EMBEDDING = "embedding"
+SUMS = "sums of gradients"
+MOVES = "slices, copies, transposes"
+UPDATE = "once a step"
 # In the order in which pictures stack them.
 PARTS = (MATMULS, RECOMPUTED, ATTENTION, LOSS, NORMS, ELEMENTWISE, MOVES, SUMS, EMBEDDING, UPDATE)
 
@@ -32,7 +32,7 @@ _AGAIN = re.compile(r"rematted_computation|/blocks/while/backward/(?!gradient)")
 
 
 def part(kernel: Kernel, sizes: Gpt) -> str:
-    """The part of the step that a kernel belongs to, one of `PARTS`.
+    """Returns the part of the step that a kernel belongs to, one of `PARTS`.
 
     Args:
         kernel: of a GPT's train step.
@@ -49,53 +49,52 @@ def part(kernel: Kernel, sizes: Gpt) -> str:
         return ATTENTION
     if kernel.kind == "gemm":
         return MATMULS
-    if "accumulate/" in scope or yields_weight_gradient(
-        kernel, [*matrices(sizes), (sizes.vocabulary, sizes.width)]
-    ):
+    weights = [*matrices(sizes), (sizes.vocabulary, sizes.width)]
+    if "accumulate/" in scope or yields_weight_gradient(kernel, weights):
         return SUMS
     if kernel.kind == "scatter" or "embedding" in scope:
         return EMBEDDING
     if kernel.kind in ("slice", "copy", "fill", "transpose"):
         return MOVES
-    return NORMS if "_norm" in scope else ELEMENTWISE
+    if "_norm" in scope:
+        return NORMS
+    return ELEMENTWISE
 
 
 def is_attention(kernel: Kernel) -> bool:
-    """Whether it is part of attention, forward, once more, or backward, without its projections."""
+    """Says if a kernel is part of attention in any pass, without its projections."""
     return kernel.kind == "attention" or bool(_CORE.search(_scope(kernel)))
 
 
 def milliseconds(prediction: Prediction, sizes: Gpt) -> dict[str, float]:
-    """Predicted milliseconds of each part of a step, in the order of `PARTS`."""
-    found = dict.fromkeys(PARTS, 0.0)
+    """Sums the predicted milliseconds of each part of a step, in the order of `PARTS`."""
+    ms = dict.fromkeys(PARTS, 0.0)
     for timed in prediction.kernels:
-        found[part(timed.kernel, sizes)] += timed.ms
-    return found
+        ms[part(timed.kernel, sizes)] += timed.ms
+    return ms
 
 
 def matrices(sizes: Gpt) -> list[tuple[int, int]]:
-    """The shapes of a block's matrices."""
+    """Returns the shapes of a block's matrices."""
     width = sizes.width
     return [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
 
 
 def in_micro_batch(kernel: Kernel, sizes: Gpt) -> bool:
-    """Whether it is launched for each micro-batch."""
+    """Says if a kernel is launched for each micro-batch."""
     return kernel.loops[:1] == (sizes.micro_batches,)
 
 
 def yields_weight_gradient(kernel: Kernel, shapes: list[tuple[int, int]]) -> bool:
-    """Whether a kernel, no matmul, writes float32 arrays of these shapes, of one layer, all layers
-    or partial sums.
-    """
+    """Says if a kernel, no matmul, writes float32 arrays of these shapes, perhaps stacked."""
     if kernel.kind in ("gemm", "attention"):
         return False
-    wanted = {tuple(sorted(shape)) for shape in shapes}
+    gradients = {tuple(sorted(shape)) for shape in shapes}
     return any(
-        dtype == "f32" and tuple(sorted(array[-2:])) in wanted for dtype, array in kernel.results
+        dtype == "f32" and tuple(sorted(shape[-2:])) in gradients for dtype, shape in kernel.results
     )
 
 
-def _scope(kernel):
-    """Its scope, without the numbers that tell layers of one name apart."""
+def _scope(kernel: Kernel) -> str:
+    """Returns a kernel's scope without the numbers that tell layers of one name apart."""
     return re.sub(r"_\d+(?=/)", "", f"{kernel.scope}/")

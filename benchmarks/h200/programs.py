@@ -1,4 +1,4 @@
-"""Our train steps, compiled for an H200: GPTs by options, traced as on a GPU and never run."""
+"""Compiles our train steps for an H200: GPTs by options, traced as on a GPU and never run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ CACHE = Path(tempfile.gettempdir(), f"fastaccum-h200-{os.getuid()}")
 
 @dataclasses.dataclass(frozen=True)
 class Gpt:
-    """A GPT and its train step: `fa.gpt` with a tied head, AdamW, clipping by global norm,
-    `fa.LinearCrossEntropy`.
+    """Train step of `fa.gpt` with a tied head, AdamW, clipping and `fa.LinearCrossEntropy`.
 
     Attributes:
         layers, width, vocabulary, context: its sizes; heads are 128 wide.
         batch: sequences in a micro-batch.
         micro_batches: in a train step.
-        dtype: what it computes in: "bfloat16", "float16" or "float32".
-        stacked: whether the blocks are one LayerStack.
-        policy: what that keeps: "auto", or as `fa.kernels.LayerStack` takes it.
-        attention: implementation of it, "auto" or as `fa.kernels.attention` takes it.
+        dtype: "bfloat16", "float16" or "float32", in which it computes.
+        stacked: makes the blocks one LayerStack.
+        policy: of `fa.kernels.LayerStack`, or "auto".
+        attention: the implementation of `fa.kernels.attention`, or "auto".
         chunk_size: of the cross-entropy, or None for its own choice.
     """
 
@@ -57,24 +56,27 @@ class Gpt:
 
     @property
     def flops(self) -> float:
-        """Of a train step, by hand."""
-        sizes = {name: getattr(self, name) for name in ("layers", "width", "context")}
-        sizes["vocabulary_size"] = self.vocabulary
-        about = {"sizes": sizes, "micro_batches": self.micro_batches, "batch_size": self.batch}
-        return float(manifest.model_flops(about))
+        """The floating point operations of the model in a train step, by hand."""
+        sizes = {
+            "layers": self.layers,
+            "width": self.width,
+            "context": self.context,
+            "vocabulary_size": self.vocabulary,
+        }
+        program = {"sizes": sizes, "micro_batches": self.micro_batches, "batch_size": self.batch}
+        return float(manifest.model_flops(program))
 
 
 @dataclasses.dataclass(frozen=True)
 class JaxGpt:
-    """A GPT in JAX and its train step: a scan over the micro-batches, optax's AdamW after a clip by
-    global norm.
+    """Train step of a GPT in JAX: a scan over the micro-batches, optax's AdamW after clipping.
 
     Attributes:
         form: "scan" over the blocks; "remat", the same with each block under `jax.checkpoint`; or
             "unrolled".
         attention: the `implementation` of `jax.nn.dot_product_attention`.
-        logits: the dtype that they are held in.
-        sizes: where the sizes and the dtype of the model are taken from.
+        logits: the dtype that the logits are held in.
+        sizes: has the sizes and the dtype of the model.
     """
 
     form: Literal["scan", "remat", "unrolled"] = "scan"
@@ -85,14 +87,14 @@ class JaxGpt:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program compiled for an H200.
+    """Program compiled for an H200.
 
     Attributes:
         text: the optimized HLO.
-        memory: what XLA planned.
+        memory: XLA's plan.
         micro_batches: in a run of it.
-        flops: the model's own arithmetic in a run of it, or None where nobody has counted.
-        matrices: shapes of the weights that are multiplied with, each layer's of a LayerStack.
+        flops: the model's own arithmetic in a run of it, or None if it is not counted.
+        matrices: shapes of the weights that are factors of products, one for each layer.
     """
 
     text: str
@@ -103,30 +105,31 @@ class Compiled:
 
     @functools.cached_property
     def kernels(self) -> list[kernels.Kernel]:
-        """What it launches."""
+        """The kernels that the program launches."""
         return kernels.read(self.text)
 
     @functools.cached_property
     def values(self) -> hlo.Program:
-        """What it computes."""
+        """The values that the program computes."""
         return hlo.Program(self.text)
 
 
 def gpt(options: Gpt) -> Compiled:
-    """Our program for these options."""
-    policy = "float32" if options.dtype == "float32" else f"mixed_{options.dtype}"
-    sizes = (
-        options.vocabulary,
-        options.context,
-        options.width,
-        options.layers,
-        options.width // 128,
-    )
-    form = {"stacked": options.stacked} | (
-        {} if options.policy == "auto" else {"policy": options.policy}
-    )
+    """Compiles our program for these options."""
+    dtype = "float32" if options.dtype == "float32" else f"mixed_{options.dtype}"
+    form = {} if options.policy == "auto" else {"policy": options.policy}
     with h200.weightless(), _attention(options.attention):
-        model = fa.gpt(*sizes, tied=True, dtype=policy, **form)
+        model = fa.gpt(
+            options.vocabulary,
+            options.context,
+            options.width,
+            options.layers,
+            heads=options.width // 128,
+            tied=True,
+            stacked=options.stacked,
+            dtype=dtype,
+            **form,
+        )
         loss = fa.LinearCrossEntropy(chunk_size=options.chunk_size)
         trainer = fa.Trainer(
             model, keras.optimizers.AdamW(3e-4, weight_decay=0.1), loss, clip_norm=1.0
@@ -138,10 +141,10 @@ def gpt(options: Gpt) -> Compiled:
 
 
 def of_trainer(trainer: fa.Trainer, stack: tuple[Any, ...], **flags: Any) -> Compiled:
-    """The program of a trainer's step, traced as on a GPU.
+    """Compiles a trainer's step, traced as on a GPU.
 
     Args:
-        trainer: one that has not been used yet.
+        trainer: not used before.
         stack: as `trainer.train_step` takes it.
         **flags: XLA's debug options.
     """
@@ -150,16 +153,24 @@ def of_trainer(trainer: fa.Trainer, stack: tuple[Any, ...], **flags: Any) -> Com
 
 
 def _matrices(model: Any) -> Iterator[tuple[int, int]]:
+    """Yields the shapes of the weights that are factors of products, one for each layer."""
     for layer in model.layers:
-        for weight in () if hasattr(layer, "embeddings") else layer.trainable_variables:
-            depth = layer.depth if isinstance(layer, fa.kernels.LayerStack) else None
-            shape = tuple(weight.shape)[1:] if depth else tuple(weight.shape)
-            yield from (depth or 1) * [shape] if len(shape) == 2 else ()
+        if hasattr(layer, "embeddings"):
+            continue
+        for weight in layer.trainable_variables:
+            shape = tuple(weight.shape)
+            depth = 1
+            if isinstance(layer, fa.kernels.LayerStack):
+                depth, *shape = shape
+            if len(shape) == 2:
+                yield from depth * [tuple(shape)]
 
 
 def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
-    """The optimized HLO of StableHLO and its memory; compiled once, and read from a file of `CACHE`
-    afterwards.
+    """Compiles StableHLO once, and later reads the result from a file of `CACHE`.
+
+    Returns:
+        The optimized HLO, and XLA's plan of its memory.
     """
     compiler = importlib.metadata.version("jaxlib"), h200.H200, *sorted(flags.items())
     key = hashlib.sha256(repr((exported, compiler)).encode()).hexdigest()
@@ -169,15 +180,13 @@ def compiled(exported: bytes, **flags: Any) -> tuple[str, MemoryAnalysis]:
         return text, MemoryAnalysis(*memory)
     text, memory = h200.compile_for_h200(exported, **flags)
     CACHE.mkdir(mode=0o700, exist_ok=True)
-    whole = path.with_suffix(f".{os.getpid()}")
-    whole.write_bytes(gzip.compress(json.dumps([text, memory]).encode(), 1))
-    whole.replace(path)  # others may compile the same
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(gzip.compress(json.dumps([text, memory]).encode(), 1))
+    unfinished.replace(path)  # other processes may compile the same
     return text, memory
 
 
 def _attention(implementation: str) -> contextlib.AbstractContextManager[Any]:
-    return (
-        contextlib.nullcontext()
-        if implementation == "auto"
-        else export.attention_by(implementation)
-    )
+    if implementation == "auto":
+        return contextlib.nullcontext()
+    return export.attention_by(implementation)

@@ -1,6 +1,4 @@
-"""The dated report on the programs compiled for an H200: tables, pictures, and what they cannot
-tell.
-"""
+"""Writes the dated report on the programs compiled for an H200: tables, pictures, and limits."""
 
 from __future__ import annotations
 
@@ -25,28 +23,27 @@ NEEDED = {
 
 
 class Run(NamedTuple):
-    """What a report tells of.
+    """Run of the report.
 
     Attributes:
         date: of the run.
         rates: of the device.
-        versions: of what the programs were written with and compiled by.
-        found: `bars.Found`, the programs' figures.
+        versions: of the packages that write and compile the programs.
+        results: `bars.Results`, the programs' figures.
         head_memory: as `bars.measures` takes it.
-        before: the figures of the commit before, and its name.
+        before: the figures of an earlier commit, and its name.
     """
 
     date: str
     rates: dict[str, float]
     versions: dict[str, str]
-    found: Any
+    results: Any
     head_memory: dict[str, float]
     before: dict[str, Any]
 
 
 def write(rates: Any, folder: Path | None = None, processes: int = 2) -> Path:
-    """Compiles all programs, and writes `README.md`, pictures and `figures.json`; returns the
-    folder.
+    """Compiles all programs, and writes README.md, pictures and figures.json; returns the folder.
 
     Args:
         rates: `roofline.Rates` of the device.
@@ -69,35 +66,34 @@ def write(rates: Any, folder: Path | None = None, processes: int = 2) -> Path:
     figures = dict(cases.figures(cases.everything(), rates, processes))
     today = datetime.datetime.now(datetime.timezone.utc).date()
     run = Run(
-        f"{today}",
-        dataclasses.asdict(rates),
-        cases.versions(),
-        bars.Found(figures),
-        cases.head_memory(),
-        json.loads(BEFORE.read_text()),
+        date=f"{today}",
+        rates=dataclasses.asdict(rates),
+        versions=cases.versions(),
+        results=bars.Results(figures),
+        head_memory=cases.head_memory(),
+        before=json.loads(BEFORE.read_text()),
     )
     folder = folder or RESULTS / f"{today}-h200-predicted"
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = pictures.draw(run.found, run.before["programs"], folder)
+    drawn = pictures.draw(run.results, run.before["programs"], folder)
     (folder / "README.md").write_text(markdown(run, drawn))
-    programs = {str(case): figures[case] for case in sorted(figures, key=str)}
-    about = {
+    kept = {
         "date": run.date,
         "rates": run.rates,
         "versions": run.versions,
         "head memory": run.head_memory,
+        "programs": {str(case): figures[case] for case in sorted(figures, key=str)},
     }
-    (folder / "figures.json").write_text(
-        json.dumps({**about, "programs": programs}, indent=1) + "\n"
-    )
+    (folder / "figures.json").write_text(json.dumps(kept, indent=1) + "\n")
     return folder
 
 
 def markdown(run: Run, drawn: dict[str, Path]) -> str:
-    """The report; `drawn` is `{title: path}`, of pictures in the report's own folder."""
-    pictures = {title: f"![{title}]({path.name})" for title, path in drawn.items()}
+    """Writes the report; `drawn` is `{title: path}`, of pictures in the report's own folder."""
+    where_the_time_goes, *against_sizes = (
+        f"![{title}]({path.name})" for title, path in drawn.items()
+    )
     jaxlib = run.versions["jaxlib"]
-    first, *others = pictures.values()
     versions = ", ".join(f"{package} {version}" for package, version in run.versions.items())
     return (
         "\n\n".join(
@@ -111,13 +107,13 @@ def markdown(run: Run, drawn: dict[str, Path]) -> str:
                 "## Measures",
                 _measures(run),
                 "## Where the time goes",
-                first,
+                where_the_time_goes,
                 _parts(run),
                 "## Programs",
                 "4 layers; in brackets 24 layers.",
                 _programs(run),
                 "## Against sizes",
-                *others,
+                *against_sizes,
                 "## What was lost, and is lost",
                 "In milliseconds of a step, 4 layers; in brackets 24 layers. Before: commit "
                 f"{run.before['commit']}, compiled and read in the same way; its presets' "
@@ -173,47 +169,44 @@ UNKNOWN = """\
 def _measures(run: Run) -> str:
     from benchmarks.h200.bars import measures
 
-    rows = [
-        (
-            row.what,
-            row.ours,
-            row.theirs,
-            f"{row.value:.2f}" if row.is_ratio else "",
-            ("at least " if row.at_least else "at most ")
-            + (f"{row.bar:.0%}" if _is_mfu(row) else f"{row.bar:g}"),
-            "yes" if row.is_met else "**no**",
+    rows = []
+    for measure in measures(run.results, run.head_memory):
+        ratio = f"{measure.value:.2f}" if measure.is_ratio else ""
+        bar = f"{measure.bar:.0%}" if measure.name.endswith("MFU") else f"{measure.bar:g}"
+        relation = "at least" if measure.at_least else "at most"
+        is_met = "yes" if measure.is_met else "**no**"
+        rows.append(
+            (measure.name, measure.ours, measure.theirs, ratio, f"{relation} {bar}", is_met)
         )
-        for row in measures(run.found, run.head_memory)
-    ]
     return _table(("measure", "ours", "JAX", "ours / JAX", "bar", "met"), rows)
-
-
-def _is_mfu(row: Any) -> bool:
-    return row.what.endswith("MFU")
 
 
 def _losses(run: Run) -> str:
     from benchmarks.h200.bars import losses
 
-    return _table(("loss", "before", "now"), list(losses(run.found, run.before["programs"])))
+    return _table(("loss", "before", "now"), list(losses(run.results, run.before["programs"])))
 
 
 def _parts(run: Run) -> str:
     from benchmarks.h200.parts import PARTS
     from benchmarks.h200.pictures import SHOWN
 
-    figures = {name: run.found.of(name) for name in SHOWN}
-    rows = [(part, *(f"{each['parts'][part]:,.1f}" for each in figures.values())) for part in PARTS]
-    rows.append(("all", *(f"{each['predicted ms']:,.1f}" for each in figures.values())))
-    return _table(("predicted ms, 4 layers", *figures), rows)
+    shown = [run.results.of(name) for name in SHOWN]
+    rows = []
+    for part in PARTS:
+        rows.append((part, *(f"{figures['parts'][part]:,.1f}" for figures in shown)))
+    rows.append(("all", *(f"{figures['predicted ms']:,.1f}" for figures in shown)))
+    return _table(("predicted ms, 4 layers", *SHOWN), rows)
 
 
 def _programs(run: Run) -> str:
     from benchmarks.h200.cases import JAX, ONLY_SHALLOW, OURS
 
     def cell(name, key, form):
-        deep = "" if name in ONLY_SHALLOW else f" ({run.found.deep(name)[key]:{form}})"
-        return f"{run.found.of(name)[key]:{form}}{deep}"
+        shallow = f"{run.results.of(name)[key]:{form}}"
+        if name in ONLY_SHALLOW:
+            return shallow
+        return f"{shallow} ({run.results.deep(name)[key]:{form}})"
 
     columns = {
         "launches a micro-batch": ",.0f",
@@ -224,22 +217,21 @@ def _programs(run: Run) -> str:
         "serial ms": ",.0f",
         "MFU": ".0%",
     }
-    rows = [
-        (name, *(cell(name, key, form) for key, form in columns.items()))
-        for name in {**OURS, **JAX}
-    ]
+    rows = []
+    for name in (*OURS, *JAX):
+        rows.append((name, *(cell(name, key, form) for key, form in columns.items())))
     return _table(("program", *columns), rows)
 
 
 def _rates(rates: dict[str, float]) -> str:
-    told = {
+    sentences = {
         "half": "{:.4g} FLOP/s of half-precision matmuls",
         "tf32": "{:.4g} of float32 ones, as TF32",
         "bandwidth": "{:.4g} bytes/s of memory",
         "launch": "{:.2g} s for a kernel at least",
         "attention": "{:.0%} of the matmul rate in cuDNN's attention",
     }
-    return ", ".join(told[name].format(value) for name, value in rates.items())
+    return ", ".join(sentences[name].format(value) for name, value in rates.items())
 
 
 def _table(head: tuple[str, ...], rows: list[Any]) -> str:

@@ -1,7 +1,7 @@
-"""How long a program's kernels take at least, at stated rates; predicted, not measured.
+"""Predicts the least time of a program's kernels at stated rates.
 
-A kernel takes the longest of its arithmetic, its memory traffic and a launch. What no device has
-told: which form of a matmul autotuning finds, what caches save, what clocks do under load.
+A kernel takes the longest of its arithmetic, its memory traffic and a launch. The prediction does
+not know which form of a matmul autotuning finds, what caches save, and clocks under load.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from benchmarks.h200.kernels import Kernel
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a device sustains; by default an H200.
+    """Rates that a device sustains; by default an H200.
 
     Attributes:
         half: FLOP/s of matmuls of half-precision operands: about 80% of the peak of 989e12.
         tf32: of float32 operands, as TF32.
         bandwidth: bytes/s of memory: 83% of 4.8e12.
-        launch: seconds that the smallest kernel takes.
-        attention: part of `half` that cuDNN's attention reaches.
+        launch: seconds of the smallest kernel.
+        attention: cuDNN's rate as a fraction of `half`.
     """
 
     half: float = 790e12
@@ -32,14 +32,13 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A kernel and the milliseconds of all its launches in one run of the program.
+    """Kernel with the milliseconds of all its launches in one run of the program.
 
     Attributes:
-        kernel: what is launched.
+        kernel: the kernel.
         compute: milliseconds of its arithmetic.
-        memory: of its traffic.
-        launches: of its launches.
-        ms: what it takes: the longest of the three, launch by launch.
+        memory: milliseconds of its traffic.
+        launches: milliseconds of its launches.
     """
 
     kernel: Kernel
@@ -49,16 +48,17 @@ class Timed:
 
     @property
     def ms(self) -> float:
+        """The predicted milliseconds: the longest of the three."""
         return max(self.compute, self.memory, self.launches)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Of a whole program, one train step.
+    """Predicted times of a whole program, one train step.
 
     Attributes:
         kernels: each with its time.
-        rates: what they are predicted with.
+        rates: of the device.
     """
 
     kernels: tuple[Timed, ...]
@@ -66,36 +66,37 @@ class Prediction:
 
     @property
     def ms(self) -> float:
-        """Each kernel at the pace of what holds it up; one after the other."""
+        """The milliseconds of all kernels, one after the other."""
         return sum(timed.ms for timed in self.kernels)
 
     @property
     def serial_ms(self) -> float:
-        """Where nothing in a kernel overlaps, and no launch another kernel: all parts added up."""
+        """The milliseconds if arithmetic, traffic and launches do not overlap at all."""
         return sum(timed.compute + timed.memory + timed.launches for timed in self.kernels)
 
     @property
     def flops(self) -> float:
+        """The floating point operations of all kernels."""
         return sum(timed.kernel.flops * timed.kernel.times for timed in self.kernels)
 
     @property
     def bytes(self) -> float:
+        """The bytes that all kernels move."""
         return sum(timed.kernel.bytes * timed.kernel.times for timed in self.kernels)
 
     def mfu(self, model_flops: float) -> float:
-        """The part of `rates.half` that the model's own arithmetic takes.
+        """Returns the model's own arithmetic as a fraction of `rates.half`.
 
         Args:
-            model_flops: of one train step, where nothing is computed twice.
+            model_flops: of one train step, without recomputation.
         """
         return model_flops / (self.ms * 1e-3 * self.rates.half)
 
     def launches(self, micro_batches: int) -> float:
-        """Launches a micro-batch: those in loops over the micro-batches."""
-        inside = (
-            timed.kernel for timed in self.kernels if timed.kernel.loops[:1] == (micro_batches,)
-        )
-        return sum(kernel.times for kernel in inside) / micro_batches
+        """Returns the launches a micro-batch: those in loops over the micro-batches."""
+        kernels = [timed.kernel for timed in self.kernels]
+        launches = [kernel.times for kernel in kernels if kernel.loops[:1] == (micro_batches,)]
+        return sum(launches) / micro_batches
 
 
 def predict(kernels: list[Kernel], rates: Rates | None = None) -> Prediction:
@@ -105,9 +106,13 @@ def predict(kernels: list[Kernel], rates: Rates | None = None) -> Prediction:
 
 
 def _timed(kernel: Kernel, rates: Rates) -> Timed:
-    half = not kernel.types.startswith("f32")
-    rate = (rates.half if half else rates.tf32) * (
-        rates.attention if kernel.kind == "attention" else 1
+    rate = rates.tf32 if kernel.types.startswith("f32") else rates.half
+    if kernel.kind == "attention":
+        rate *= rates.attention
+    milliseconds = 1e3 * kernel.times
+    return Timed(
+        kernel,
+        compute=milliseconds * (kernel.flops / rate),
+        memory=milliseconds * (kernel.bytes / rates.bandwidth),
+        launches=milliseconds * rates.launch,
     )
-    parts = (kernel.flops / rate, kernel.bytes / rates.bandwidth, rates.launch)
-    return Timed(kernel, *(1e3 * kernel.times * part for part in parts))

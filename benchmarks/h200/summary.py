@@ -1,4 +1,4 @@
-"""What a compiled program comes to, as plain numbers, and as text."""
+"""Summarizes a compiled program, as plain numbers and as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADDED = "weight gradients added"
 
 @dataclasses.dataclass
 class Group:
-    """Kernels that belong together: of one kind and types, from one place."""
+    """Sums of kernels that belong together, such as those of one kind."""
 
     ms: float = 0.0
     launches: int = 0
@@ -25,6 +25,7 @@ class Group:
     flops: float = 0.0
 
     def add(self, timed: roofline.Timed) -> None:
+        """Adds a kernel, with all its launches."""
         kernel = timed.kernel
         self.ms += timed.ms
         self.launches += kernel.times
@@ -33,11 +34,11 @@ class Group:
 
 
 def grouped(prediction: roofline.Prediction, key: Any) -> dict[Hashable, Group]:
-    """The kernels in groups, the costliest first.
+    """Groups the kernels, the costliest group first.
 
     Args:
         prediction: of a program.
-        key: function of a kernel, what it has in common with those of its group.
+        key: a function of a kernel that returns the key of its group.
     """
     groups: dict[Hashable, Group] = collections.defaultdict(Group)
     for timed in prediction.kernels:
@@ -46,48 +47,50 @@ def grouped(prediction: roofline.Prediction, key: Any) -> dict[Hashable, Group]:
 
 
 def place(kernel: kernels.Kernel) -> str:
-    """Its scope without the operation itself and without what tells layers of one kind apart."""
-    names = re.sub(r"(?:StatefulPartitionedCall|call\.\d+)/", "", kernel.scope).split("/")[:-1]
+    """Returns a kernel's scope without its operation and without the numbers of layers."""
+    scope = re.sub(r"(?:StatefulPartitionedCall|call\.\d+)/", "", kernel.scope)
+    *names, _operation = scope.split("/")
     return "/".join(name if "while" in name else re.sub(r"(_\d+)+$", "", name) for name in names)
 
 
 def added(program: Compiled) -> dict[str, int]:
-    """Where the weight gradients of `program.matrices` are added, and how often a micro-batch."""
-    found = collections.Counter()
-    for each in program.values.weight_gradients(program.matrices):
-        found[str(each.added)] += each.times // program.micro_batches
-    return dict(sorted(found.items()))
+    """Counts the weight gradients of `program.matrices` a micro-batch by the way they are added."""
+    counts = collections.Counter()
+    for gradient in program.values.weight_gradients(program.matrices):
+        counts[str(gradient.added)] += gradient.times // program.micro_batches
+    return dict(sorted(counts.items()))
 
 
 def accumulation(program: Compiled) -> float | None:
-    """What accumulating the gradients of `program.matrices` moves a micro-batch, in sizes of their
-    accumulators.
+    """Counts the bytes that accumulating moves a micro-batch, over the bytes of the accumulators.
 
     A gradient that its matmul writes, and that a kernel reads and adds to the accumulator, moves 4;
-    one that is added in its matmul's epilogue 2. Counted is what writes float32 of a gradient's or
-    a stack's shape in the loop over the micro-batches: no activation may have such a shape.
+    one that is added in its matmul's epilogue 2. Counted are kernels that write float32 of a
+    gradient's or a stack's shape in the loop over the micro-batches: no activation may have such a
+    shape.
     """
-    depths = collections.Counter(program.matrices)
-    shapes = {
-        _size_ordered((each, *shape)) for shape, depth in depths.items() for each in (1, depth)
-    }
-    whole = 4.0 * sum(math.prod(shape) for shape in program.matrices)
-    moved = 4.0 * sum(
-        # the accumulator is read there too
-        math.prod(each.shape) * each.times / program.micro_batches
-        for each in program.values.weight_gradients(program.matrices)
-        if each.added == "epilogue"
-    )
+    accumulators = 4.0 * sum(math.prod(shape) for shape in program.matrices)
+    if not accumulators:
+        return None
+    shapes = set()
+    for shape, depth in collections.Counter(program.matrices).items():
+        shapes.add(_size_ordered(shape))
+        shapes.add(_size_ordered((depth, *shape)))
+    moved = 0.0
+    for gradient in program.values.weight_gradients(program.matrices):
+        if gradient.added == "epilogue":  # which reads the accumulator too
+            times = gradient.times / program.micro_batches
+            moved += 4.0 * math.prod(gradient.shape) * times
     for kernel in program.kernels:
         written = [
-            result
-            for result in kernel.results
-            if result[0] == "f32" and _size_ordered(result[1]) in shapes
+            (dtype, shape)
+            for dtype, shape in kernel.results
+            if dtype == "f32" and _size_ordered(shape) in shapes
         ]
         if written and kernel.loops[:1] == (program.micro_batches,):
             times = kernel.times / program.micro_batches
             moved += times * (kernels.size(written) if kernel.flops else kernel.bytes)
-    return moved / whole if whole else None
+    return moved / accumulators
 
 
 def _size_ordered(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -95,22 +98,22 @@ def _size_ordered(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def of(program: Compiled, rates: roofline.Rates | None = None) -> dict[str, Any]:
-    """The totals of a program, ready for JSON."""
-    found = roofline.predict(program.kernels, rates)
-    by_kind = grouped(found, lambda kernel: kernel.kind)
+    """Computes the totals of a program, ready for JSON."""
+    prediction = roofline.predict(program.kernels, rates)
+    by_kind = grouped(prediction, lambda kernel: kernel.kind)
     gemms: dict[str, int] = collections.Counter()
-    for timed in found.kernels:
+    for timed in prediction.kernels:
         if timed.kernel.flops:
             gemms[timed.kernel.types] += timed.kernel.times
     return {
-        "launches a micro-batch": found.launches(program.micro_batches),
-        "GB moved": found.bytes / 1e9,
+        "launches a micro-batch": prediction.launches(program.micro_batches),
+        "GB moved": prediction.bytes / 1e9,
         "temp GB": program.memory.temp_bytes / 1e9,
         "peak GB": program.memory.peak_bytes / 1e9,
-        "predicted ms": found.ms,
-        "serial ms": found.serial_ms,
-        "TFLOP": found.flops / 1e12,
-        "MFU": None if program.flops is None else found.mfu(program.flops),
+        "predicted ms": prediction.ms,
+        "serial ms": prediction.serial_ms,
+        "TFLOP": prediction.flops / 1e12,
+        "MFU": None if program.flops is None else prediction.mfu(program.flops),
         "kernels": {kind: group.launches for kind, group in by_kind.items()},
         "ms": {kind: group.ms for kind, group in by_kind.items()},
         "matmuls": dict(gemms.most_common()),
@@ -123,41 +126,35 @@ def of(program: Compiled, rates: roofline.Rates | None = None) -> dict[str, Any]
 def text(
     program: Compiled, rows: int, rates: roofline.Rates | None = None, by: str = "scope"
 ) -> str:
-    """Totals, kernels by kind, and the costliest.
+    """Writes the totals, the kernels by kind, and the costliest kernels.
 
     Args:
-        program: what to show.
+        program: the program.
         rows: of the table of kernels.
         rates: of the device.
-        by: "scope", kernels of one place and kind in one row; "kernel", each in its own.
+        by: "scope" for kernels of one place and kind in one row; "kernel" for each in its own.
     """
-    found, totals = roofline.predict(program.kernels, rates), of(program, rates)
+    prediction = roofline.predict(program.kernels, rates)
+    totals = of(program, rates)
     lines = [
         f"{name:30}{_number(value)}"
         for name, value in totals.items()
         if not isinstance(value, dict)
     ]
     if totals["MFU"] is not None:
-        lines += [
-            f"MFU is of {found.rates.half / 1e12:,.0f} TFLOP/s, which matmuls sustain, not of "
-            "the peak."
-        ]
-    lines += [
-        "",
-        "weight gradients a micro-batch: "
-        + ", ".join(f"{n} {it}" for it, n in totals[_ADDED].items()),
-    ]
-    lines += [
-        "matmuls a step: " + ", ".join(f"{n:,} {types}" for types, n in totals["matmuls"].items())
-    ]
+        rate = f"{prediction.rates.half / 1e12:,.0f} TFLOP/s"
+        lines.append(f"MFU is of {rate}, which matmuls sustain, not of the peak.")
+    gradients = [f"{count} {place}" for place, count in totals[_ADDED].items()]
+    matmuls = [f"{count:,} {types}" for types, count in totals["matmuls"].items()]
+    lines += ["", f"weight gradients a micro-batch: {', '.join(gradients)}"]
+    lines.append(f"matmuls a step: {', '.join(matmuls)}")
     lines += ["", _HEAD + "kind"]
-    lines += [
-        _row(group, found) + str(kind)
-        for kind, group in grouped(found, lambda kernel: kernel.kind).items()
-    ]
+    for kind, group in grouped(prediction, lambda kernel: kernel.kind).items():
+        lines.append(f"{_row(group, prediction)}{kind}")
     lines += ["", _HEAD + "kind: types, where"]
-    groups = grouped(found, _by_scope if by == "scope" else _by_kernel)
-    lines += [_row(group, found) + str(name) for name, group in list(groups.items())[:rows]]
+    groups = grouped(prediction, _by_scope if by == "scope" else _by_kernel)
+    for name, group in list(groups.items())[:rows]:
+        lines.append(f"{_row(group, prediction)}{name}")
     return "\n".join(lines)
 
 
@@ -171,7 +168,8 @@ def _row(group: Group, whole: roofline.Prediction) -> str:
 
 
 def _by_scope(kernel: kernels.Kernel) -> str:
-    return f"{kernel.kind}: {kernel.types if kernel.flops else ''} {place(kernel)}"
+    types = kernel.types if kernel.flops else ""
+    return f"{kernel.kind}: {types} {place(kernel)}"
 
 
 def _by_kernel(kernel: kernels.Kernel) -> str:
@@ -179,10 +177,8 @@ def _by_kernel(kernel: kernels.Kernel) -> str:
 
 
 def _number(value: float | None) -> str:
-    return (
-        "-"
-        if value is None
-        else f"{value:,.0f}"
-        if value >= 100 or value == round(value)
-        else f"{value:.3g}"
-    )
+    if value is None:
+        return "-"
+    if value >= 100 or value == round(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

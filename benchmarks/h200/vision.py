@@ -1,6 +1,4 @@
-"""Models of images that people bring, of keras.applications and KerasHub, on any backend of Keras;
-no fastaccum.
-"""
+"""Models of images of keras.applications and KerasHub, on any backend of Keras."""
 
 from __future__ import annotations
 
@@ -40,16 +38,13 @@ def vit(size: int) -> keras.Model:
 
 
 def tiny(size: int) -> keras.Model:
-    """Builds two convolutions, of 3 x 3 pixels and of one, with BatchNorm between: what a test can
-    compile and run.
-    """
+    """Builds two convolutions with BatchNorm between, small enough to run in a test."""
     images = keras.Input((size, size, 3))
     x = keras.layers.Conv2D(16, 3, padding="same", use_bias=False)(images)
     x = keras.layers.ReLU()(keras.layers.BatchNormalization()(x))
     x = keras.layers.ReLU()(keras.layers.Conv2D(32, 1)(x))
-    return keras.Model(
-        images, keras.layers.Dense(CLASSES)(keras.layers.GlobalAveragePooling2D()(x))
-    )
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(images, keras.layers.Dense(CLASSES)(x))
 
 
 MODELS: dict[str, Callable[[int], keras.Model]] = {
@@ -62,10 +57,10 @@ MODELS: dict[str, Callable[[int], keras.Model]] = {
 
 
 def optimizer(**clipping: float) -> keras.optimizers.Optimizer:
-    """The optimizer of all of them."""
+    """Makes the optimizer of all these models."""
     return keras.optimizers.AdamW(3e-4, weight_decay=0.1, **clipping)
 
 
 def loss() -> keras.losses.Loss:
-    """The loss of all of them."""
+    """Makes the loss of all these models."""
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)

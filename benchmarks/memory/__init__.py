@@ -1,3 +1,1 @@
-"""What fits and what it costs, in figures: each a module here that `python -m benchmarks.memory
-NAME` runs.
-"""
+"""Memory and time of training, measured and predicted: `python -m benchmarks.memory NAME`."""

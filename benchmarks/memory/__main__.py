@@ -1,8 +1,8 @@
-"""What fits and what it costs: `python -m benchmarks.memory SUBCOMMAND [--quick] [--out FOLDER]`.
+"""Measures memory and its cost: `python -m benchmarks.memory SUBCOMMAND [--quick] [--out FOLDER]`.
 
-A subcommand is a module of this package with `run(options) -> results.Result`. It is imported when
-it is asked for: what it needs need not be installed for the others. It may have
-`add_options(parser)` for options of its own.
+A subcommand is a module of this package with `run(options) -> results.Result`, and perhaps
+`add_options(parser)` for options of its own. Only the chosen module is imported, because others may
+need packages that are not installed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ SUBCOMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line `argv`; returns 1 where a bar was missed.
+    """Runs the command line `argv`; returns 1 if a bar was missed.
 
     Raises:
         SystemExit: with code 0 for --help, 2 for bad arguments.
     """
-    options = _parser(sys.argv[1:] if argv is None else argv).parse_args(argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    options = _parser(argv).parse_args(argv)
     try:
         result = importlib.import_module(_module(options.subcommand)).run(options)
-    except pytest.skip.Exception as missing:  # what compiles for an H200 says so as to a test
+    except pytest.skip.Exception as missing:  # the helpers of tests skip without a compiler
         print(missing.msg, file=sys.stderr)
         return 1
     print(result.markdown())
@@ -52,18 +54,18 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         prog="python -m benchmarks.memory", description=__doc__.splitlines()[0]
     )
     commands = parser.add_subparsers(required=True, dest="subcommand", metavar="SUBCOMMAND")
-    for name, what in SUBCOMMANDS.items():
+    for name, description in SUBCOMMANDS.items():
         if importlib.util.find_spec(_module(name)) is None:
             continue
-        command = commands.add_parser(name, help=what, description=what)
+        command = commands.add_parser(name, help=description, description=description)
         command.add_argument("--quick", action="store_true", help="the smallest cases alone")
         command.add_argument(
             "--out", type=Path, metavar="FOLDER", help="(benchmarks/results/, by date)"
         )
         if name in argv[:1]:
-            getattr(importlib.import_module(_module(name)), "add_options", lambda command: None)(
-                command
-            )
+            module = importlib.import_module(_module(name))
+            if hasattr(module, "add_options"):
+                module.add_options(command)
     return parser
 
 

@@ -1,8 +1,6 @@
-"""What a train step of `fa.gpt` holds, by arithmetic, beside what XLA plans for an H200:
-docs/memory.md in code.
+"""Computes the memory of a train step of `fa.gpt`, beside XLA's plan for an H200.
 
-Shape suffixes: N tokens of a micro-batch, D width, L layers, V vocabulary, H heads, P parameters.
-Half precision.
+It is docs/memory.md in code, for half precision.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from fastaccum.kernels.logit_chunks import cut
 from fastaccum.memory.analysis import IN_FLIGHT
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
-BAR = 0.05
+BAR = 0.05  # the relative difference that formula and plan may have
 GB = 1e9
 
 # Bytes of an optimizer's slots for each parameter.
@@ -44,28 +42,27 @@ SLOTS = {
     "Lamb": 8,
 }
 
-# Bytes that a block keeps of each token for the way back, as multiples of D: in half precision 2
-# for each value. Its input; both norms, queries, keys, values, attention's output and the residual
-# after it (2 each); the MLP's four times wider product before GELU and after it (8 each).
+# Bytes of residuals that a block keeps for each token and each channel of its width; in half
+# precision a value has 2. They are its input, both norms, queries, keys and values, attention's
+# output, the sum after it, and the MLP's four times wider product before GELU and after it.
 EVERYTHING = 2 + 2 * 2 + 3 * 2 + 2 + 2 + 2 * 8
-# What has a name, and the input: the fused projection, attention's output, its projection, the
-# MLP's first product.
+# Bytes of the residuals that have a name, and of the input: the fused projection, attention's
+# output, its projection, the MLP's first product.
 NAMED = 2 + 3 * 2 + 2 + 2 + 8
 INPUT = 2
-# At work on the way back in a block that is computed again: all of these, and gradients: of the
-# block's output, of the residual, of queries, keys, values, attention's output and both norms'
-# inputs, 2 each.
+# Bytes in use while a block is recomputed in the backward pass: all residuals, and seven gradients,
+# of the block's output, the sum, queries, keys, values, attention's output and both norms' inputs.
 AT_WORK = EVERYTHING + 7 * 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A model of `fa.gpt` and how it is trained.
+    """Model of `fa.gpt` and its training.
 
     Attributes:
         preset: its name in `PRESETS`.
         rows: in a micro-batch.
-        policy: "unrolled", where no loop is over the blocks, or what the loops keep:
+        policy: "unrolled" without a loop over the blocks, or the residuals that loops keep:
             "everything_saveable", "named", "nothing_saveable".
         micro_batches: in a step; at least 2.
         slots: bytes of the optimizer's slots for each parameter.
@@ -81,30 +78,31 @@ class Setting:
 
 
 def sizes(preset: str) -> dict[str, Any]:
-    """Of a preset, all of them."""
+    """Returns the sizes of a preset, defaults among them."""
     return {**transformer._DEFAULTS, **transformer.PRESETS[preset]}
 
 
-def parameters(preset: str) -> tuple[int, int]:
-    """Of the blocks, and of the rest.
+def parameters(preset: str) -> int:
+    """Counts the parameters of a preset.
 
-    >>> sum(parameters("1.3b"))
+    >>> parameters("1.3b")
     1310986240
     """
     size = sizes(preset)
-    width, layers = size["width"], size["layers"]
+    width = size["width"]
+    blocks = size["layers"] * (12 * width**2 + 2 * width)
     tables = 1 if size["tied"] else 2
-    return layers * (12 * width**2 + 2 * width), tables * size["vocabulary_size"] * width + width
+    final_norm = width
+    return blocks + tables * size["vocabulary_size"] * width + final_norm
 
 
 def parts(setting: Setting) -> dict[str, int]:
-    """Bytes by what they are for, at the step's fullest moment.
+    """Computes the bytes of each purpose at the step's fullest moment.
 
-    That is in the head, when the blocks' activations are kept and the loss computes its gradients,
-    or, where blocks are computed again, in the first of them on the way back.
+    That is in the head, while the residuals of the blocks are kept and the loss computes its
+    gradients, or, with recomputation, in the first block of the backward pass.
 
-    >>> found = parts(Setting("1.3b", 8, "nothing_saveable"))
-    >>> for name, size in found.items():
+    >>> for name, size in parts(Setting("1.3b", 8, "nothing_saveable")).items():
     ...     print(f"{name} {size / 1e9:.1f} GB")
     weights 5.2 GB
     optimizer slots 10.5 GB
@@ -115,79 +113,86 @@ def parts(setting: Setting) -> dict[str, int]:
     a block at work 1.7 GB
     """
     size = sizes(setting.preset)
-    width, layers, heads, vocabulary = (
-        size[name] for name in ("width", "layers", "heads", "vocabulary_size")
-    )
+    width = size["width"]
+    layers = size["layers"]
+    heads = size["heads"]
+    vocabulary = size["vocabulary_size"]
     tokens = setting.rows * size["context"]
-    blocks, rest = parameters(setting.preset)
-    unrolled_stack = size["stacked"] and setting.policy == "unrolled"
+    numbers = parameters(setting.preset)
     matrices = layers * 12 * width**2
-    found = {
-        "weights": 4 * (blocks + rest),
-        "optimizer slots": setting.slots * (blocks + rest),
+    half_copies = 2 * (matrices + vocabulary * width)
+    if size["stacked"] and setting.policy == "unrolled":
+        half_copies += 2 * matrices  # the slices of the stacks too
+    bytes_of = {
+        "weights": 4 * numbers,
+        "optimizer slots": setting.slots * numbers,
         "data": setting.copies * setting.micro_batches * tokens * (4 + 4),
-        "accumulators": 4 * (blocks + rest),
-        "half-precision copies": 2 * (matrices + vocabulary * width)
-        + 2 * matrices * unrolled_stack,
+        "accumulators": 4 * numbers,
+        "half-precision copies": half_copies,
     }
-    statistics = 4 * heads + 2 * 8  # attention's log-sum-exp; each norm's mean and factor
-    kept = {"everything_saveable": EVERYTHING, "named": NAMED, "nothing_saveable": INPUT}
-    each = kept.get(setting.policy, EVERYTHING) * width + (
-        0 if setting.policy == "nothing_saveable" else statistics
-    )
-    # The last block's output, the final norm's: and rotary tables.
-    found["activations"] = (
-        tokens * (layers * each + 2 * width) + 4 * size["context"] * width // heads
-    )
+    # Attention's log-sum-exp, and the mean and factor of each norm, for each token.
+    statistics = 4 * heads + 2 * 8
+    match setting.policy:
+        case "nothing_saveable":
+            residuals = INPUT * width
+        case "named":
+            residuals = NAMED * width + statistics
+        case _:
+            residuals = EVERYTHING * width + statistics
+    outputs = 2 * width  # the last block's and the final norm's
+    rotary_tables = 4 * size["context"] * width // heads
+    bytes_of["activations"] = tokens * (layers * residuals + outputs) + rotary_tables
     head = head_and_loss(tokens, width, vocabulary)
     if setting.policy in ("named", "nothing_saveable"):
-        # With the gradient of its widest matrix in float32, and the block's own part of the copies.
-        again = tokens * (AT_WORK * width + statistics) + 4 * 4 * width**2 + 2 * 8 * width**2
-        if again > head:
-            return found | {"a block at work": again}
-    return found | {"head and loss": head}
+        widest_gradient = 4 * 4 * width**2  # in float32
+        own_copies = 2 * 8 * width**2
+        block = tokens * (AT_WORK * width + statistics) + widest_gradient + own_copies
+        if block > head:
+            return bytes_of | {"a block at work": block}
+    return bytes_of | {"head and loss": head}
 
 
 def head_and_loss(tokens: int, width: int, vocabulary: int) -> int:
-    """What the loss adds while it computes its gradients: `fa.LinearCrossEntropy` on a GPU."""
-    # all logits: float32, their gradients, rounded and not
+    """Computes the bytes that `fa.LinearCrossEntropy` adds on a GPU for its gradients."""
     if tokens * vocabulary <= max(4096**2, tokens * width):
+        # All logits at once in float32, and their gradients in half precision and in float32.
         return tokens * vocabulary * (4 + 2 + 4) + 2 * tokens * width
     chunk = tokens_at_once(tokens, vocabulary)
     logits = chunk * vocabulary * (4 + 2) + 2 * chunk * width
-    # of the table and of the final norm's output, in float32
+    # The gradients of the table and of the final norm's output are in float32.
     gradients = 4 * vocabulary * width + 4 * tokens * width
-    # cuBLAS multiplies multiples of 16: XLA pads a copy of the table of another size.
-    padded = 2 * 16 * math.ceil(vocabulary / 16) * width if vocabulary % 16 else 0
-    return logits + gradients + padded + 2 * tokens * width
+    padded_table = 0
+    if vocabulary % 16:  # cuBLAS multiplies multiples of 16, so XLA pads a copy of the table
+        padded_table = 2 * 16 * math.ceil(vocabulary / 16) * width
+    return logits + gradients + padded_table + 2 * tokens * width
 
 
 def tokens_at_once(tokens: int, vocabulary: int) -> int:
-    """How many tokens' logits `fa.LinearCrossEntropy` has at once on a GPU, where it cuts them."""
+    """Returns the tokens of a chunk of logits of `fa.LinearCrossEntropy` on a GPU."""
     return cut(tokens, max(1024, min(tokens // 10, 2048), 2**25 // vocabulary)).length
 
 
 def peak_bytes(setting: Setting) -> int:
-    """The sum of `parts`."""
+    """Returns the sum of `parts`."""
     return sum(parts(setting).values())
 
 
 def plan_of(setting: Setting) -> MemoryAnalysis:
-    """XLA's plan of the same step, compiled for an H200; weightless, and kept in a cache."""
-    stacked = sizes(setting.preset)["stacked"]
-    policies = {"unrolled": "auto", "named": ["projection", "attention"]}
-    form = {"policy": policies.get(setting.policy, setting.policy)} if stacked else {}
-    room = mock.patch.object(layer_loop, "device_memory", lambda: 1e15)  # "auto" keeps everything
-    context = sizes(setting.preset)["context"]
-    with (
-        h200.weightless(),
-        h200.as_on_a_gpu(),
-        room if setting.policy == "unrolled" else contextlib.nullcontext(),
-    ):
-        model = fa.gpt(preset=setting.preset, dtype="mixed_bfloat16", **form)
+    """Compiles the same step for an H200, without weights, and returns XLA's plan."""
+    size = sizes(setting.preset)
+    options = {}
+    if size["stacked"]:
+        policies = {"unrolled": "auto", "named": ["projection", "attention"]}
+        options["policy"] = policies.get(setting.policy, setting.policy)
+    with contextlib.ExitStack() as scope:
+        scope.enter_context(h200.weightless())
+        scope.enter_context(h200.as_on_a_gpu())
+        if setting.policy == "unrolled":  # with room for all, the policy "auto" keeps everything
+            scope.enter_context(mock.patch.object(layer_loop, "device_memory", lambda: 1e15))
+        model = fa.gpt(preset=setting.preset, dtype="mixed_bfloat16", **options)
         optimizer = {8: keras.optimizers.AdamW, 4: keras.optimizers.Lion}[setting.slots](3e-4)
         trainer = fa.Trainer(model, optimizer, fa.LinearCrossEntropy(), clip_norm=1.0)
-        ids = np.zeros((setting.micro_batches, setting.rows, context), "int32")
+        ids = np.zeros((setting.micro_batches, setting.rows, size["context"]), "int32")
         program = programs.of_trainer(trainer, (ids, ids))
     keras.backend.clear_session()
     return program.memory
@@ -199,27 +204,29 @@ OPTIMIZERS = {"AdamW": 8, "Lion": 4}
 
 
 def largest_rows(card: int, policy: str, slots: int = 8, preset: str = "1.3b") -> int:
-    """The largest micro-batch that fits a card, 0 where none does.
+    """Returns the largest micro-batch of up to 512 rows that fits a card, or 0.
 
     A card of 24 GB counts as 24 * 10**9 bytes. It has 24 GiB, 7% more: for the driver, CUDA's
     context and libraries.
     """
-    fits = [
-        rows
-        for rows in range(1, 513)
-        if peak_bytes(Setting(preset, rows, policy, micro_batches=8, slots=slots, copies=IN_FLIGHT))
-        <= card * GB
-    ]
-    return max(fits, default=0)
+    largest = 0
+    for rows in range(1, 513):
+        setting = Setting(preset, rows, policy, micro_batches=8, slots=slots, copies=IN_FLIGHT)
+        if peak_bytes(setting) <= card * GB:
+            largest = rows
+    return largest
 
 
 def on_cards() -> str:
-    """The largest micro-batches of the 1.3B preset, as a table in Markdown."""
+    """Writes the largest micro-batches of the 1.3B preset as a table in Markdown."""
     lines = [["optimizer", "blocks", *(f"{card} GB" for card in CARDS)], ["---"] * (2 + len(CARDS))]
     for optimizer, slots in OPTIMIZERS.items():
         for policy in ("unrolled", *LOOPS):
-            found = [largest_rows(card, policy, slots) for card in CARDS]
-            lines.append([optimizer, policy, *(f"{rows:,}" if rows else "none" for rows in found)])
+            line = [optimizer, policy]
+            for card in CARDS:
+                rows = largest_rows(card, policy, slots)
+                line.append(f"{rows:,}" if rows else "none")
+            lines.append(line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -234,12 +241,11 @@ CASES = [
 
 
 def run(options: argparse.Namespace) -> Result:
-    """The formula beside XLA's figure for each of `CASES`, and which micro-batch fits which
-    card.
-    """
-    rows, missed = [], []
+    """Compares the formula with XLA's plan for each of `CASES`, and lists what fits which card."""
+    rows = []
+    missed = []
     cases = CASES[:2] if options.quick else CASES
-    # A process for each: what a compilation has taken of memory does not come back.
+    # Each case has a process of its own, because a compilation does not give its memory back.
     with ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as processes:
@@ -247,7 +253,7 @@ def run(options: argparse.Namespace) -> Result:
     for setting, plan in zip(cases, plans, strict=True):
         predicted = peak_bytes(setting)
         ratio = predicted / plan.peak_bytes
-        temp = predicted - plan.argument_bytes, plan.temp_bytes
+        predicted_temp = predicted - plan.argument_bytes
         rows.append(
             {
                 "preset": setting.preset,
@@ -256,7 +262,7 @@ def run(options: argparse.Namespace) -> Result:
                 "formula, GB": predicted / GB,
                 "XLA, GB": plan.peak_bytes / GB,
                 "formula / XLA": ratio,
-                "of the temporary part alone": temp[0] / temp[1],
+                "of the temporary part alone": predicted_temp / plan.temp_bytes,
             }
         )
         if abs(ratio - 1) > BAR:

@@ -1,6 +1,4 @@
-"""The models whose memory is planned and measured: six kinds, in sizes at which a machine without a
-GPU runs them.
-"""
+"""Six models whose memory is planned and measured, in sizes that run without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ GLOBAL_BATCH = 256
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model to train.
+    """Model to train.
 
     Attributes:
         name: as tables show it.
@@ -35,15 +33,16 @@ class Case:
     below: int = 10
 
     def arrays(self, rows: int) -> tuple[Any, Any]:
-        """x and y of so many rows."""
+        """Draws x and y with so many rows."""
         return tf.nest.map_structure(lambda spec: self._values(spec, rows).numpy(), self.specs)
 
     def dataset(self, rows: int, batch_size: int) -> tf.data.Dataset:
-        """The same, made as it is read, in batches."""
-        made = tf.data.Dataset.range(rows // batch_size)
-        return made.map(
-            lambda _: tf.nest.map_structure(lambda spec: self._values(spec, batch_size), self.specs)
-        )
+        """Makes a dataset of such batches, drawn as they are read."""
+
+        def draw(_):
+            return tf.nest.map_structure(lambda spec: self._values(spec, batch_size), self.specs)
+
+        return tf.data.Dataset.range(rows // batch_size).map(draw)
 
     def _values(self, spec: tf.TensorSpec, rows: int) -> tf.Tensor:
         shape = [rows, *spec.shape]
@@ -62,9 +61,8 @@ def _classes() -> keras.losses.Loss:
 
 def _mlp() -> fa.Trainer:
     layers = [keras.layers.Dense(1024, activation="gelu") for _ in range(4)]
-    return _trainer(
-        keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)]), _classes()
-    )
+    model = keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
+    return _trainer(model, _classes())
 
 
 def _convnet() -> fa.Trainer:
@@ -91,9 +89,8 @@ def _bert() -> fa.Trainer:
     x = layers.Embedding(4096, 128)(ids)
     for _ in range(3):
         x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 32, dropout=0.1)(x, x))
-        x = layers.LayerNormalization()(
-            x + layers.Dense(128)(layers.Dense(512, activation="gelu")(x))
-        )
+        y = layers.Dense(512, activation="gelu")(x)
+        x = layers.LayerNormalization()(x + layers.Dense(128)(y))
     outputs = layers.Dense(2)(layers.Dropout(0.1)(x[:, 0]))
     loss = tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return _trainer(tf_keras.Model(ids, outputs), loss, tf_keras.optimizers.Adam(1e-3))
@@ -120,7 +117,8 @@ def _two_tower() -> fa.Trainer:
         x = keras.layers.Dense(256, activation="relu")(keras.layers.Flatten()(x))
         return ids, keras.layers.Dense(64)(x)
 
-    (user, a), (item, b) = tower("user"), tower("item")
+    user, a = tower("user")
+    item, b = tower("item")
     outputs = keras.layers.Dense(1)(keras.layers.Concatenate()([a * b, a, b]))
     model = keras.Model({"user": user, "item": item}, outputs)
     return _trainer(model, keras.losses.BinaryCrossentropy(from_logits=True))

@@ -1,6 +1,4 @@
-"""Predicted memory beside what TensorFlow's allocator counts, each model in a process of its
-own.
-"""
+"""Compares predicted memory with what TensorFlow's allocator counts, a process for each model."""
 
 from __future__ import annotations
 
@@ -17,8 +15,10 @@ from unittest import mock
 
 from benchmarks.memory.results import Result
 
-BAR = 0.9, 1.1
-STEPS = 8  # of an epoch
+# The least and the most of predicted / measured.
+MIN_RATIO = 0.9
+MAX_RATIO = 1.1
+STEPS = 8  # in an epoch
 # TensorFlow's allocator for CPUs counts nothing; that for GPUs does, and may be asked for on a CPU.
 COUNTED = {
     "TF_CPU_ALLOCATOR_USE_BFC": "1",
@@ -28,16 +28,27 @@ COUNTED = {
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Every model at three micro-batches; with `quick` the MLP at one."""
+    """Measures every model at three micro-batches; with `quick` the MLP at one."""
     from benchmarks.memory.models import CASES
 
-    rows, missed = [], []
-    for case in [CASES["MLP"]] if options.quick else CASES.values():
-        for size in [case.rows] if options.quick else [case.rows // 4, case.rows, case.rows * 2]:
-            found = _in_a_process(case.name, size)
-            rows.append(found)
-            if not BAR[0] <= found["predicted / measured"] <= BAR[1]:
-                missed.append(f"{case.name} at {size} rows: {found['predicted / measured']:.3f}")
+    if options.quick:
+        settings = [("MLP", CASES["MLP"].rows)]
+    else:
+        settings = []
+        for case in CASES.values():
+            settings += [
+                (case.name, case.rows // 4),
+                (case.name, case.rows),
+                (case.name, case.rows * 2),
+            ]
+    rows = []
+    missed = []
+    for name, size in settings:
+        row = _in_a_process(name, size)
+        rows.append(row)
+        ratio = row["predicted / measured"]
+        if not MIN_RATIO <= ratio <= MAX_RATIO:
+            missed.append(f"{name} at {size} rows: {ratio:.3f}")
     notes = (
         "Predicted: `dispatch_memory(...).peak_bytes`, before anything ran. Measured: the most "
         "bytes that TensorFlow's allocator for the CPU had given out at once over a `fit` after "
@@ -48,20 +59,20 @@ def run(options: argparse.Namespace) -> Result:
 
 def _in_a_process(name: str, rows: int) -> dict[str, float]:
     command = [sys.executable, "-m", __name__, name, str(rows)]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env=os.environ | COUNTED, capture_output=True, text=True, timeout=600, check=False
     )
-    if done.returncode:
-        raise RuntimeError(f"{name} at {rows} rows: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise RuntimeError(f"{name} at {rows} rows: {process.stderr[-2000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def measure(name: str, rows: int) -> dict[str, float]:
-    """One model's row of the table; for a process of its own, with the environment above."""
+    """Measures one model's row of the table, in a process of its own with `COUNTED`'s variables."""
     import tensorflow as tf
 
-    # A pool that is there from the start, as on a GPU, is cut to size; one that grows gives out
-    # more than is asked for.
+    # The pool exists from the start, as on a GPU: a pool that grows would give out larger buffers
+    # than requested.
     tf.raw_ops.Empty(shape=[2**31 - 1], dtype=tf.uint8)
 
     from benchmarks.memory.models import CASES
@@ -71,13 +82,12 @@ def measure(name: str, rows: int) -> dict[str, float]:
     case = CASES[name]
     trainer = case.trainer()
     accumulation = trainer.gradient_accumulation_steps
-    batch = Batch(
-        *tf.nest.map_structure(lambda s: tf.TensorSpec([rows, *s.shape], s.dtype), case.specs)
+    x_spec, y_spec = tf.nest.map_structure(
+        lambda spec: tf.TensorSpec([rows, *spec.shape], spec.dtype), case.specs
     )
-    predicted = dispatch_memory(
-        trainer._builder.get_or_build(batch, trainer._present_options),
-        Dispatch((stacked(batch, accumulation),)),
-    )
+    batch = Batch(x_spec, y_spec)
+    step = trainer._builder.get_or_build(batch, trainer._present_options)
+    predicted = dispatch_memory(step, Dispatch((stacked(batch, accumulation),)))
     x, y = case.arrays(STEPS * rows * accumulation)
     trainer.fit(x, y, batch_size=rows, verbose=0)
     tf.config.experimental.reset_memory_stats("CPU:0")
@@ -96,12 +106,11 @@ def measure(name: str, rows: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _stacks_counted() -> Iterator[list[int]]:
-    """Yields the bytes of all stacks alive, from time to time: on a CPU NumPy gives them out, not
-    TensorFlow.
-    """
+    """Yields a list of the bytes of all live stacks; on a CPU they are NumPy's."""
     from fastaccum.data import rows
 
-    make, alive = rows._aligned, [0]
+    make = rows._aligned
+    alive = [0]
 
     def counted(*args: Any) -> Any:
         array = make(*args)

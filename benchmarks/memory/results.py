@@ -1,4 +1,4 @@
-"""What a subcommand found, kept as JSON and as a Markdown table."""
+"""Results of a subcommand, kept as JSON and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.tools.report import RESULTS
 
 @dataclasses.dataclass
 class Result:
-    """The figures of one subcommand.
+    """Figures of one subcommand.
 
     Attributes:
-        title: what they are, with what they were made on.
+        title: names the figures and the device.
         rows: one dict a row, all with the same keys, the table's headers; strings, numbers, None.
         missed: a sentence for each bar that was not reached: then the command fails.
         notes: Markdown that follows the table.
@@ -29,7 +29,7 @@ class Result:
     notes: str = ""
 
     def markdown(self) -> str:
-        """The table, and below it what was missed.
+        """Writes the table, and below it the missed bars and the notes.
 
         >>> rows = [{"model": "nano", "MiB": 12.5}, {"model": "124m", "MiB": None}]
         >>> print(Result("Sizes", rows).markdown())
@@ -40,8 +40,12 @@ class Result:
         | nano | 12.5 |
         | 124m |  |
         """
-        lines = [list(self.rows[0]), ["---"] * len(self.rows[0])] if self.rows else []
-        lines += [[_cell(value) for value in row.values()] for row in self.rows]
+        lines = []
+        if self.rows:
+            headers = list(self.rows[0])
+            lines += [headers, ["---"] * len(headers)]
+        for row in self.rows:
+            lines.append([_cell(value) for value in row.values()])
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         missed = "\n".join(f"- MISSED: {sentence}" for sentence in self.missed)
         return "\n\n".join(part for part in (f"# {self.title}", table, missed, self.notes) if part)
@@ -52,7 +56,7 @@ def write(name: str, result: Result, folder: Path | None = None) -> Path:
 
     Args:
         name: the subcommand's.
-        result: what it found.
+        result: its figures.
         folder: by default in benchmarks/results/, named after the date.
     """
     folder = folder or RESULTS / f"{datetime.date.today()}-memory"
@@ -67,8 +71,15 @@ def write(name: str, result: Result, folder: Path | None = None) -> Path:
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float() if abs(value) >= 1000:
+            return f"{value:,.0f}"
+        case float():
+            return f"{value:.4g}"
+    return str(value)

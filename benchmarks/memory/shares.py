@@ -1,8 +1,7 @@
-"""What each of several devices holds that share the optimizer's slots out, by XLA's plans for an
-H200: no weights made.
+"""Plans the memory of devices that share the optimizer's slots, by XLA for an H200.
 
-The programs are those of the first replica, which has the most slots. Its variables are zeros in
-one shared buffer.
+The programs are those of the first replica, which has the most slots. No weights are made: the
+variables are zeros in one shared buffer.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import argparse
 import dataclasses
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -25,19 +25,18 @@ from fastaccum.data.stacks import Batch
 from fastaccum.memory import analysis
 
 GB = 1e9
-VOCABULARY, MICRO_BATCHES = 50_304, 4
+VOCABULARY = 50_304
+MICRO_BATCHES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A GPT with AdamW, clipped, on devices with a sequence each in a micro-batch, its blocks
-    computed again.
+    """GPT with AdamW, clipping and recomputation; each device has one sequence of a micro-batch.
 
     Attributes:
         width, layers: its sizes; heads are 128 wide.
-        stacked: whether the blocks are one LayerStack, whose weights are dealt out as the stacks
-            that they are.
-        devices: how many share the slots out.
+        stacked: makes the blocks one LayerStack, whose weights are dealt out as whole stacks.
+        devices: how many share the slots.
         dtype: the layers' policy.
         context: tokens in a sequence.
         bar: GB that no device may hold.
@@ -53,19 +52,19 @@ class Case:
 
     @property
     def parameters(self) -> int:
-        """Numbers in its weights."""
-        return (
-            self.layers * (12 * self.width**2 + 2 * self.width)
-            + VOCABULARY * self.width
-            + self.width
-        )
+        """The numbers in its weights."""
+        blocks = self.layers * (12 * self.width**2 + 2 * self.width)
+        final_norm = self.width
+        return blocks + VOCABULARY * self.width + final_norm
 
     @property
     def formula(self) -> float:
-        """Bytes by docs/distributed.md, without activations: weights, copies in halves, gradients,
-        a share of slots.
-        """
-        return self.parameters * (4 + 2 * (self.dtype != "float32") + 4 + 8 / self.devices)
+        """The bytes by docs/distributed.md, without activations."""
+        weights = 4
+        half_copies = 0 if self.dtype == "float32" else 2
+        gradients = 4
+        slots = 8 / self.devices
+        return self.parameters * (weights + half_copies + gradients + slots)
 
 
 SEVEN_BILLION = Case(4096, 34, stacked=False, devices=8)
@@ -77,20 +76,40 @@ CASES = [
 ]
 
 
-def plan_of(case: Case) -> tuple[int, dict[str, int], int]:
-    """Returns the parameters, the bytes that a device holds in each program of a step, and those of
-    the slots there.
+class Plan(NamedTuple):
+    """Memory of the first device.
+
+    Attributes:
+        parameters: the numbers in the model's weights.
+        held: the bytes that the device holds in each program of a step.
+        slots: the bytes of its slots.
     """
+
+    parameters: int
+    held: dict[str, int]
+    slots: int
+
+
+def plan_of(case: Case) -> Plan:
+    """Compiles the programs of a step and returns the `Plan`."""
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * case.devices
     )
     strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(case.devices)])
-    sizes = VOCABULARY, case.context, case.width, case.layers, case.width // 128
+    form = {"stacked": True, "policy": "nothing_saveable"} if case.stacked else {}
     with h200.weightless(), h200.as_on_a_gpu():
         with strategy.scope():
-            form = {"stacked": True, "policy": "nothing_saveable"} if case.stacked else {}
-            model = fa.gpt(*sizes, tied=True, dtype=case.dtype, **form)
+            model = fa.gpt(
+                vocabulary_size=VOCABULARY,
+                context=case.context,
+                width=case.width,
+                layers=case.layers,
+                heads=case.width // 128,
+                tied=True,
+                dtype=case.dtype,
+                **form,
+            )
         if not case.stacked:
             fa.remat(model, "nothing_saveable")
         trainer = fa.Trainer(
@@ -106,38 +125,38 @@ def plan_of(case: Case) -> tuple[int, dict[str, int], int]:
         batch = Batch(ids, ids)
         step = trainer._builder.get_or_build(batch, trainer._present_options)
         functions = step.trace(analysis.dispatch_of(batch, case.devices, MICRO_BATCHES))
-        exported = [_exported(each) for each in functions]
+        exported = [_exported(function) for function in functions]
         arguments = [
-            sum(buffer.bytes for buffer in analysis._arguments(each)) for each in functions
+            sum(buffer.bytes for buffer in analysis._arguments(function)) for function in functions
         ]
     resident = analysis.resident(step)
-    stays = sum(buffer.bytes for buffer in resident)
-    held = {}
-    for name, module, given in zip(
-        ("accumulate", "measure", "update"), exported, arguments, strict=True
-    ):
+    resident_bytes = sum(buffer.bytes for buffer in resident)
+    slots = sum(buffer.bytes for buffer in resident if buffer.kind == "optimizer slots")
+    held = {"accumulate": 0, "measure": 0, "update": 0}
+    for name, module, argument_bytes in zip(list(held), exported, arguments, strict=True):
         _, memory = programs.compiled(module)
-        held[name] = stays + given + memory.output_bytes - memory.alias_bytes + memory.temp_bytes
-    held["exchange"] = stays + step.exchanged_bytes
-    return model.count_params(), held, sum(b.bytes for b in resident if b.kind == "optimizer slots")
+        results = memory.output_bytes - memory.alias_bytes
+        held[name] = resident_bytes + argument_bytes + results + memory.temp_bytes
+    held["exchange"] = resident_bytes + step.exchanged_bytes
+    return Plan(model.count_params(), held, slots)
 
 
 def _exported(concrete: ConcreteFunction) -> bytes:
     """Returns a program as the StableHLO that a GPU would get."""
     captured = concrete.captured_inputs
-    given = concrete.inputs[: len(concrete.inputs) - len(captured)]
+    arguments = concrete.inputs[: len(concrete.inputs) - len(captured)]
     return context.context().get_compiler_ir(
         device_name="/job:localhost/replica:0/task:0/device:CPU:0",
         platform_name=None,
         function_name=concrete.name,
-        flat_args=[tf.TensorSpec(t.shape, t.dtype) for t in given],
+        flat_args=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments],
         captured_inputs=captured,
         stage="stablehlo_serialized",
     )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds those of a case of one's own."""
+    """Adds the options of a case of the user's own."""
     parser.add_argument("--width", type=int, help="of a GPT of your own, a multiple of 128")
     parser.add_argument("--layers", type=int, default=24, help="(%(default)s)")
     parser.add_argument("--devices", type=int, default=8, help="(%(default)s)")
@@ -151,47 +170,47 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Result:
-    """XLA's plan for each of `CASES` beside the formula."""
-    rows, missed = [], []
+    """Compares XLA's plan with the formula for each of `CASES`, or for the user's case."""
     cases = CASES[:1] if options.quick else CASES
     if options.width:
-        cases = [
-            Case(
-                options.width,
-                options.layers,
-                options.stacked,
-                options.devices,
-                options.dtype,
-                options.context,
-            )
-        ]
-    # A process for each, which needs devices of its own.
+        case = Case(
+            width=options.width,
+            layers=options.layers,
+            stacked=options.stacked,
+            devices=options.devices,
+            dtype=options.dtype,
+            context=options.context,
+        )
+        cases = [case]
+    # Each case has a process of its own, because it needs other logical devices.
     with ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as processes:
         plans = list(processes.map(plan_of, cases))
-    for case, (parameters, held, slots) in zip(cases, plans, strict=True):
-        peak = max(held.values())
-        row = {
-            "parameters, billions": parameters / 1e9,
-            "blocks": "stacked" if case.stacked else "apart",
-        }
-        row |= {
-            "dtype": case.dtype,
-            "tokens": case.context,
-            "devices": case.devices,
-            "slots, GB": slots / GB,
-        }
-        row |= {f"{name}, GB": size / GB for name, size in held.items()}
-        row |= {
-            "peak, GB": peak / GB,
-            "bytes a parameter": peak / parameters,
-            "formula without activations, GB": case.formula / GB,
-        }
-        rows.append(row)
+    rows = []
+    missed = []
+    for case, plan in zip(cases, plans, strict=True):
+        peak = max(plan.held.values())
+        rows.append(
+            {
+                "parameters, billions": plan.parameters / 1e9,
+                "blocks": "stacked" if case.stacked else "apart",
+                "dtype": case.dtype,
+                "tokens": case.context,
+                "devices": case.devices,
+                "slots, GB": plan.slots / GB,
+                **{f"{name}, GB": size / GB for name, size in plan.held.items()},
+                "peak, GB": peak / GB,
+                "bytes a parameter": peak / plan.parameters,
+                "formula without activations, GB": case.formula / GB,
+            }
+        )
         if peak >= case.bar * GB:
-            what = f"{parameters / 1e9:.2f} billion parameters, {case.dtype}, on {case.devices}"
-            missed.append(f"{what}: {peak / GB:.1f} GB")
+            billions = plan.parameters / 1e9
+            missed.append(
+                f"{billions:.2f} billion parameters, {case.dtype}, on {case.devices}: "
+                f"{peak / GB:.1f} GB"
+            )
     return Result(
         "What each device holds that shares AdamW's slots out, by XLA's plans for an H200",
         rows,

@@ -1,8 +1,7 @@
-"""The first step of a process that finds the compile cache of another, beside that other's,
-interleaved.
+"""Compares the first step of a process that finds another's compile cache with that other's.
 
 A first step is what a user waits for: from `Trainer(...)`, which opens the cache, through tracing
-and compiling to the loss. Each is a process of its own, each cold one with a folder of its own.
+and compiling to the loss. Each has a process of its own, each cold one a folder of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from benchmarks.memory.results import Result
 
-BAR = 0.35
+BAR = 0.35  # the most of warm / cold
 # Arguments of fa.gpt. The bar holds for 12 blocks, as many as the smallest GPT-2 has.
 CASES = {
     "nano: 3 blocks of 128": {"preset": "nano"},
@@ -28,44 +27,48 @@ CASES = {
     "12 blocks of 256": {"preset": "micro", "layers": 12},
     "12 blocks of 256, stacked": {"preset": "micro", "layers": 12, "stacked": True},
 }
+QUICK = "nano: 3 blocks of 128"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of this subcommand alone."""
+    """Adds the options of this subcommand."""
     parser.add_argument(
         "--pairs", type=int, default=3, help="of a cold and a warm process, for each model (3)"
     )
 
 
 def run(options: argparse.Namespace) -> Result:
-    """Cold and warm processes in turn, for each model."""
-    cases = dict(list(CASES.items())[:1]) if options.quick else CASES
-    pairs: dict[str, list[tuple[Any, Any]]] = {name: [] for name in cases}
-    for _ in range(1 if options.quick else options.pairs):
+    """Runs cold and warm processes in turn, for each model."""
+    cases = CASES
+    rounds = options.pairs
+    if options.quick:
+        cases = {QUICK: CASES[QUICK]}
+        rounds = 1
+    cold: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    warm: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    for _ in range(rounds):
         for name, sizes in cases.items():
             with tempfile.TemporaryDirectory() as folder:
-                pairs[name].append((_process(sizes, folder), _process(sizes, folder)))
-    without = {name: _process(sizes, "")["weights"] for name, sizes in cases.items()}
-    rows, missed = [], []
-    for name, of in pairs.items():
-        cold, warm = (
-            {key: statistics.median(p[i][key] for p in of) for key in ("first", "used", "traced")}
-            for i in (0, 1)
-        )
-        ratio = statistics.median(b["first"] / a["first"] for a, b in of)
-        same = {without[name]} == {each["weights"] for pair in of for each in pair}
-        figures = {
-            "model": name,
-            "cold, s": cold["first"],
-            "warm, s": warm["first"],
-            "warm / cold": ratio,
-        }
-        figures["warm / cold, CPU seconds"] = statistics.median(
-            b["used"] / a["used"] for a, b in of
-        )
+                cold[name].append(_process(sizes, folder))
+                warm[name].append(_process(sizes, folder))
+    rows = []
+    missed = []
+    for name, sizes in cases.items():
+        ratio = _median_ratio(warm[name], cold[name], "first")
+        expected_weights = _process(sizes, "")["weights"]
+        same = all(step["weights"] == expected_weights for step in cold[name] + warm[name])
         rows.append(
-            figures
-            | {"of the warm one, traced in s": warm["traced"], "weights as without a cache": same}
+            {
+                "model": name,
+                "cold, s": statistics.median(step["first"] for step in cold[name]),
+                "warm, s": statistics.median(step["first"] for step in warm[name]),
+                "warm / cold": ratio,
+                "warm / cold, CPU seconds": _median_ratio(warm[name], cold[name], "used"),
+                "of the warm one, traced in s": statistics.median(
+                    step["traced"] for step in warm[name]
+                ),
+                "weights as without a cache": same,
+            }
         )
         if ratio > BAR and name.startswith("12"):
             missed.append(
@@ -74,7 +77,7 @@ def run(options: argparse.Namespace) -> Result:
             )
         if not same:
             missed.append(f"{name}: the weights are not those that there are without a cache")
-        if not all(pair[1]["loaded"] for pair in of):
+        if not all(step["loaded"] for step in warm[name]):
             missed.append(f"{name}: a second process compiled")
     notes = (
         "Medians over pairs of processes in turn; `fa.gpt`, 2 micro-batches of 4 x 64 tokens, "
@@ -82,6 +85,10 @@ def run(options: argparse.Namespace) -> Result:
         "translation of the graph, by which it looks up the program."
     )
     return Result("Warm start: a second process's first step", rows, missed, notes)
+
+
+def _median_ratio(warm: list[dict[str, Any]], cold: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(w[key] / c[key] for w, c in zip(warm, cold, strict=True))
 
 
 def _process(sizes: dict[str, Any], folder: str) -> dict[str, Any]:

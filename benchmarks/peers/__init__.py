@@ -1,1 +1,1 @@
-"""The peers: each file is one usual way to accumulate gradients, written as its users write it."""
+"""Peers: each file is one usual way to accumulate gradients, written as its users write it."""

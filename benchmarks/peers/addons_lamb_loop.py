@@ -1,8 +1,7 @@
-"""The custom loop of tensorflow-addons' days: compiled micro-steps that add to variables, then
-`tfa.optimizers.LAMB`.
+"""Custom loop with `tfa.optimizers.LAMB`: compiled micro-steps add to variables.
 
-The recipe is that of `function_loop`; tensorflow-addons' optimizers take `tf.Variable`s, and have
-no `build`.
+The recipe is that of `function_loop`, but tensorflow-addons' optimizers take `tf.Variable`s and
+have no `build`.
 """
 
 import tensorflow as tf
@@ -12,7 +11,10 @@ from benchmarks.support.contestants import TrainStep
 
 
 def make(workload):
-    model, optimizer, loss_fn = workload.model(), workload.optimizer(), workload.loss()
+    """Makes the peer's `TrainStep`."""
+    model = workload.model()
+    optimizer = workload.optimizer()
+    loss_fn = workload.loss()
     variables = [variable.value for variable in model.trainable_variables]
     accumulated = [tf.Variable(tf.zeros_like(variable), trainable=False) for variable in variables]
 

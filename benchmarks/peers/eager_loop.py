@@ -1,6 +1,4 @@
-"""The hand-written eager loop: a GradientTape for each micro-batch, gradients summed in a Python
-list.
-"""
+"""Eager loop written by hand: a GradientTape for each micro-batch, gradients summed in a list."""
 
 import tensorflow as tf
 
@@ -8,7 +6,10 @@ from benchmarks.support.contestants import TrainStep
 
 
 def make(workload):
-    model, optimizer, loss_fn = workload.model(), workload.optimizer(), workload.loss()
+    """Makes the peer's `TrainStep`."""
+    model = workload.model()
+    optimizer = workload.optimizer()
+    loss_fn = workload.loss()
 
     def update(micro_batches):
         accumulated = [tf.zeros_like(variable) for variable in model.trainable_variables]
@@ -28,4 +29,6 @@ def make(workload):
 
 
 def feed_micro_batches(stack):
-    return [tuple(tf.constant(array) for array in pair) for pair in zip(*stack, strict=True)]
+    """Turns a stack into a list of `(x, y)`, one for each micro-batch."""
+    stacked_x, stacked_y = stack
+    return [(tf.constant(x), tf.constant(y)) for x, y in zip(stacked_x, stacked_y, strict=True)]

@@ -1,7 +1,7 @@
-"""The limit: no accumulation, one XLA step over all the examples of the update at once.
+"""Full batch without accumulation: one XLA step over all the examples of the update at once.
 
-It needs the memory that accumulation is there to save. BatchNorm sees the whole batch here, so a
-network that has it computes something else: the suites compare that pair with frozen statistics.
+The step needs the memory that accumulation saves. BatchNorm sees the whole batch here, so a network
+that has it computes something else: the suites compare that pair with frozen statistics.
 """
 
 import tensorflow as tf
@@ -10,24 +10,26 @@ from benchmarks.support.contestants import TrainStep
 
 
 def make(workload):
+    """Makes the peer's `TrainStep`."""
     model, step = make_step(workload)
     return TrainStep(model, feed_full_batch, lambda batch: step(*batch))
 
 
 def make_step(workload):
-    """The model, and a jitted tf.function `step(x, y) -> loss`."""
-    model, optimizer, loss_fn = workload.model(), workload.optimizer(), workload.loss()
+    """Makes the model, and a jitted tf.function `step(x, y) -> loss`."""
+    model = workload.model()
+    optimizer = workload.optimizer()
+    loss_fn = workload.loss()
     optimizer.build(model.trainable_variables)
 
     @tf.function(jit_compile=True)
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = loss_fn(y, model(x, training=True))
-        # Dense: Keras squares the slices of a sparse gradient without summing duplicates first, so
-        # that its Adam would take another step than for the same gradient as a tensor.
-        gradients = [
-            tf.convert_to_tensor(g) for g in tape.gradient(loss, model.trainable_variables)
-        ]
+        gradients = tape.gradient(loss, model.trainable_variables)
+        # Gradients become dense: Keras squares the slices of a sparse gradient without summing
+        # duplicates first, so its Adam would take another step than for a tensor.
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
         return loss
 
@@ -35,4 +37,5 @@ def make_step(workload):
 
 
 def feed_full_batch(stack):
+    """Turns a stack into one batch of tensors."""
     return tuple(tf.constant(array.reshape(-1, *array.shape[2:])) for array in stack)

@@ -1,5 +1,4 @@
-"""The hand-written tf.function loop: a compiled micro-step that adds to variables, and a compiled
-update.
+"""tf.function loop written by hand: a micro-step that adds to variables, and an update.
 
 A Python loop calls both, as the recipes on the web do; none of them asks for XLA.
 """
@@ -11,7 +10,10 @@ from benchmarks.support.contestants import TrainStep
 
 
 def make(workload):
-    model, optimizer, loss_fn = workload.model(), workload.optimizer(), workload.loss()
+    """Makes the peer's `TrainStep`."""
+    model = workload.model()
+    optimizer = workload.optimizer()
+    loss_fn = workload.loss()
     optimizer.build(model.trainable_variables)
     accumulated = [
         tf.Variable(tf.zeros_like(v), trainable=False) for v in model.trainable_variables

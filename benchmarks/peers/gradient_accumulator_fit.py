@@ -7,17 +7,18 @@ from benchmarks.support.contestants import Fit, ForeignModel
 
 
 def make(workload):
-    """For a `Sequential` of `Dense` layers: the same one in tf_keras, wrapped."""
+    """Makes the peer's `Fit` for a `Sequential` of `Dense` layers, rebuilt in tf_keras."""
     # The package finds its base classes behind `tf.keras`, which becomes tf_keras with
     # tensorflow-addons.
     fa.addons.optimizers  # noqa: B018
     from gradient_accumulator import GradientAccumulateModel
 
-    theirs, adam = workload.model(), workload.optimizer()
-    model = tf_keras.Sequential([tf_keras.Input(theirs.input_shape[1:])])
-    for layer in theirs.layers:
+    keras_model = workload.model()
+    adam = workload.optimizer()
+    model = tf_keras.Sequential([tf_keras.Input(keras_model.input_shape[1:])])
+    for layer in keras_model.layers:
         model.add(tf_keras.layers.Dense(layer.units, activation=layer.activation.__name__))
-    model.set_weights(theirs.get_weights())
+    model.set_weights(keras_model.get_weights())
 
     wrapped = GradientAccumulateModel(
         accum_steps=workload.micro_batches, inputs=model.input, outputs=model.output

@@ -1,6 +1,4 @@
-"""JAX: one jitted step that scans over the micro-batches, and a jitted micro-step under
-`optax.MultiSteps`.
-"""
+"""JAX's ways: a jitted step that scans over micro-batches, and `optax.MultiSteps`."""
 
 import functools
 
@@ -13,6 +11,7 @@ from benchmarks.support.contestants import ForeignModel, TrainStep
 
 
 def make_scan(workload):
+    """Makes the `TrainStep` of one jitted step that scans over the micro-batches."""
     if workload.name == "ConvNet":
         return jax_convnet.make_scan(workload)
     params, loss_fn, optimizer = _start(workload)
@@ -28,6 +27,7 @@ def make_scan(workload):
 
 
 def make_multi_steps(workload):
+    """Makes the `TrainStep` of a jitted micro-step under `optax.MultiSteps`."""
     params, loss_fn, optimizer = _start(workload)
     optimizer = optax.MultiSteps(optimizer, every_k_schedule=workload.micro_batches)
     opt_state = optimizer.init(params)
@@ -50,12 +50,14 @@ def make_multi_steps(workload):
 
 
 def _start(workload):
-    """The initial parameters, `loss_fn(params, x, y)` and the optimizer."""
+    """Returns the initial parameters, `loss_fn(params, x, y)` and the optimizer."""
     # The suites compare programs on the CPU, and a CUDA plugin of JAX may be installed.
     jax.config.update("jax_platforms", "cpu")
-    model, theirs = workload.model(), workload.optimizer()
+    model = workload.model()
+    keras_optimizer = workload.optimizer()
     if workload.name.startswith("MLP"):
-        params, forward = jax_models.mlp_params(model.get_weights()), jax_models.mlp
+        forward = jax_models.mlp
+        params = jax_models.mlp_params(model.get_weights())
     else:
         forward = functools.partial(jax_models.gpt, heads=model.get_layer("block_0").heads)
         params = jax_models.gpt_params(model.get_weights())
@@ -65,19 +67,20 @@ def _start(workload):
 
     # Without weight decay this is Adam.
     optimizer = optax.adamw(
-        float(theirs.learning_rate),
-        b1=theirs.beta_1,
-        b2=theirs.beta_2,
-        eps=theirs.epsilon,
-        weight_decay=theirs.weight_decay or 0.0,
+        float(keras_optimizer.learning_rate),
+        b1=keras_optimizer.beta_1,
+        b2=keras_optimizer.beta_2,
+        eps=keras_optimizer.epsilon,
+        weight_decay=keras_optimizer.weight_decay or 0.0,
     )
     return jax.tree.map(jnp.array, params), loss_fn, optimizer
 
 
 def _arrays(params):
-    # Copies: the next step donates these buffers.
+    # The arrays are copied, because the next step donates these buffers.
     return [jax.device_get(leaf).copy() for leaf in jax.tree.leaves(params)]
 
 
 def _feed_micro_batches(stack):
-    return [tuple(jnp.array(array) for array in pair) for pair in zip(*stack, strict=True)]
+    stacked_x, stacked_y = stack
+    return [(jnp.array(x), jnp.array(y)) for x, y in zip(stacked_x, stacked_y, strict=True)]

@@ -1,9 +1,8 @@
-"""`fa.gpt` with a tied head in plain JAX, as one trains it there: float32 weights, half-precision
-compute.
+"""`fa.gpt` with a tied head in plain JAX: float32 weights, half-precision compute.
 
-Shape suffixes as in `fastaccum.transformer`. Imports JAX and optax alone, so that a machine without
-TensorFlow can use it. The named scopes change nothing that is computed: they stand in the metadata
-of compiled programs.
+Shape suffixes are those of `fastaccum.transformer`. The module imports JAX and optax alone, so that
+a machine without TensorFlow can use it. The named scopes change nothing that is computed: they
+stand in the metadata of compiled programs.
 """
 
 import functools
@@ -18,8 +17,9 @@ from benchmarks.peers.jax_models import Block, layer_norm, rotate
 
 
 class TiedGPT(NamedTuple):
-    """Weights in float32. `blocks` is a list of `Block`, or one `Block` of stacks with a leading
-    axis of layers.
+    """Weights in float32.
+
+    `blocks` is a list of `Block`, or one `Block` of stacks with a leading axis of layers.
     """
 
     embedding: Any
@@ -28,34 +28,36 @@ class TiedGPT(NamedTuple):
 
 
 def from_stacked(weights):
-    """The parameters of `fa.gpt(tied=True, stacked=True)`, from a dict of arrays by its weights'
-    paths.
-    """
-    names = Block(
-        *("attention_norm.gamma", "attention.qkv.kernel", "attention.out.kernel"),
-        *("mlp_norm.gamma", "mlp_in.kernel", "mlp_out.kernel"),
+    """Takes the parameters from `{path: array}` of `fa.gpt(tied=True, stacked=True)`'s weights."""
+    blocks = Block(
+        attention_norm=weights["blocks/attention_norm.gamma"],
+        qkv=weights["blocks/attention.qkv.kernel"],
+        out=weights["blocks/attention.out.kernel"],
+        mlp_norm=weights["blocks/mlp_norm.gamma"],
+        mlp_in=weights["blocks/mlp_in.kernel"],
+        mlp_out=weights["blocks/mlp_out.kernel"],
     )
-    blocks = Block(*(weights[f"blocks/{name}"] for name in names))
     return TiedGPT(weights["embedding/embeddings"], blocks, weights["final_norm/gamma"])
 
 
 def shapes(vocabulary, width, layers, stacked):
-    """The parameters' shapes and dtypes, without values."""
+    """Returns the parameters' shapes and dtypes, without values."""
 
-    def block(lead):
-        sizes = Block(
-            (width,),
-            (width, 3 * width),
-            (width, width),
-            (width,),
-            (width, 4 * width),
-            (4 * width, width),
+    def parameter(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def block(*lead):
+        return Block(
+            attention_norm=parameter(*lead, width),
+            qkv=parameter(*lead, width, 3 * width),
+            out=parameter(*lead, width, width),
+            mlp_norm=parameter(*lead, width),
+            mlp_in=parameter(*lead, width, 4 * width),
+            mlp_out=parameter(*lead, 4 * width, width),
         )
-        return Block(*(jax.ShapeDtypeStruct((*lead, *size), jnp.float32) for size in sizes))
 
-    table = jax.ShapeDtypeStruct((vocabulary, width), jnp.float32)
-    blocks = block((layers,)) if stacked else [block(()) for _ in range(layers)]
-    return TiedGPT(table, blocks, jax.ShapeDtypeStruct((width,), jnp.float32))
+    blocks = block(layers) if stacked else [block() for _ in range(layers)]
+    return TiedGPT(parameter(vocabulary, width), blocks, parameter(width))
 
 
 def loss_fn(
@@ -69,7 +71,7 @@ def loss_fn(
     logits=jnp.float32,
     compute=jnp.bfloat16,
 ):
-    """The mean cross-entropy of one micro-batch.
+    """Computes the mean cross-entropy of one micro-batch.
 
     Args:
         params: `TiedGPT`; stacked blocks are scanned over, a list of them is unrolled.
@@ -77,9 +79,9 @@ def loss_fn(
         labels_BT: the next ids.
         heads: attention heads.
         attention: the `implementation` of `jax.nn.dot_product_attention`: "cudnn" or "xla".
-        remat: each block is under `jax.checkpoint`, which keeps its input alone.
-        logits: the dtype that they are held in. The loss is computed in float32.
-        compute: the dtype of activations, and of weights where they are multiplied.
+        remat: puts each block under `jax.checkpoint`, which keeps its input alone.
+        logits: the dtype that the logits are held in; the loss is computed in float32.
+        compute: the dtype of activations, and of weights in products.
     """
     with jax.named_scope("embedding"):
         table_VD = params.embedding.astype(compute)
@@ -87,12 +89,14 @@ def loss_fn(
     layer = functools.partial(_block, heads=heads, attention=attention)
     with jax.named_scope("blocks"):
         if isinstance(params.blocks, list):
-            layer = jax.checkpoint(layer) if remat else layer
+            if remat:
+                layer = jax.checkpoint(layer)
             for block in params.blocks:
                 x_BTD = layer(x_BTD, block)
         else:
-            # In a scan nothing is merged with its recomputation.
-            layer = jax.checkpoint(layer, prevent_cse=False) if remat else layer
+            if remat:
+                # In a scan XLA does not merge operations with their recomputation.
+                layer = jax.checkpoint(layer, prevent_cse=False)
             x_BTD, _ = jax.lax.scan(
                 lambda x_BTD, block: (layer(x_BTD, block), None), x_BTD, params.blocks
             )
@@ -113,7 +117,8 @@ def _block(x_BTD, block, heads, attention):
         qkv_BTHK = (h_BTD @ kernels.qkv).reshape(*x_BTD.shape[:2], 3 * heads, -1)
         q_BTHK, k_BTHK, v_BTHK = jnp.split(qkv_BTHK, 3, axis=2)
         with jax.named_scope("rotary"):
-            q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
+            q_BTHK = rotate(q_BTHK)
+            k_BTHK = rotate(k_BTHK)
         with jax.named_scope("dot_product"):
             mixed_BTHK = jax.nn.dot_product_attention(
                 q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation=attention

@@ -1,8 +1,7 @@
-"""Keras's models on Keras's own JAX backend, in a process without TensorFlow: their train step as
-StableHLO for CUDA.
+"""Exports train steps of Keras's own JAX backend as StableHLO for CUDA, without TensorFlow.
 
 `KERAS_BACKEND=jax python -m benchmarks.peers.jax_keras MODEL SIZE BATCH MICRO_BATCHES FILE` writes
-it into a file.
+one into a file.
 """
 
 import sys
@@ -18,13 +17,15 @@ from benchmarks.peers.jax_models import mean_gradients
 
 
 def make_train_step(model, optimizer, loss):
-    """`train_step(trainable, state, slots, x, y) -> (trainable, state, slots, loss)` on stacks: one
-    scan, one update.
+    """Makes a jitted step on stacks: one scan over the micro-batches, one update.
 
     Args:
-        model: of Keras, built.
-        optimizer: of Keras, built.
-        loss: of Keras, the mean over a micro-batch.
+        model: a built Keras model.
+        optimizer: a built Keras optimizer.
+        loss: a Keras loss, the mean over a micro-batch.
+
+    Returns:
+        `train_step(trainable, state, slots, x, y) -> (trainable, state, slots, loss)`.
     """
 
     def loss_of(trainable, state, x, y):
@@ -41,17 +42,24 @@ def make_train_step(model, optimizer, loss):
 
 
 def export(name, size, batch, micro_batches):
-    """The train step of a model of `vision.MODELS`, in mixed_bfloat16: an MLIR module."""
+    """Exports the mixed_bfloat16 train step of a model of `vision.MODELS` as an MLIR module."""
     keras.config.set_dtype_policy("mixed_bfloat16")
-    model, optimizer = vision.MODELS[name](size), vision.optimizer(global_clipnorm=1.0)
+    model = vision.MODELS[name](size)
+    optimizer = vision.optimizer(global_clipnorm=1.0)
     optimizer.build(model.trainable_variables)
-    kept = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
-    shapes = [[jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables] for variables in kept]
+    trainable = _shapes(model.trainable_variables)
+    state = _shapes(model.non_trainable_variables)
+    slots = _shapes(optimizer.variables)
     x = jax.ShapeDtypeStruct((micro_batches, batch, size, size, 3), jnp.float32)
     y = jax.ShapeDtypeStruct((micro_batches, batch), jnp.int32)
     with cudnn_of_the_described_gpu():
-        traced = make_train_step(model, optimizer, vision.loss()).trace(*shapes, x, y)
+        train_step = make_train_step(model, optimizer, vision.loss())
+        traced = train_step.trace(trainable, state, slots, x, y)
         return traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+
+
+def _shapes(variables):
+    return [jax.ShapeDtypeStruct(variable.shape, variable.dtype) for variable in variables]
 
 
 if __name__ == "__main__":

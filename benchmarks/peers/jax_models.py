@@ -1,8 +1,7 @@
-"""The models in plain JAX, and the step that trains them: parameters are tuples in the Keras
-model's order.
+"""Models in plain JAX, and the step that trains them; parameters are in the Keras model's order.
 
-Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head.
-Imports JAX and optax alone, so that a machine without TensorFlow can use it.
+Shape suffixes are those of `fastaccum.transformer`: B batch, T time, D width, H heads, K width per
+head. The module imports JAX and optax alone, so that a machine without TensorFlow can use it.
 """
 
 import functools
@@ -14,11 +13,15 @@ import optax
 
 
 class Dense(NamedTuple):
+    """Weights of a dense layer."""
+
     kernel: Any
     bias: Any
 
 
 class Block(NamedTuple):
+    """Weights of a transformer block."""
+
     attention_norm: Any
     qkv: Any
     out: Any
@@ -28,6 +31,8 @@ class Block(NamedTuple):
 
 
 class GPT(NamedTuple):
+    """Weights of `fa.gpt` with a head of its own."""
+
     embedding: Any
     blocks: list[Block]
     final_norm: Any
@@ -35,26 +40,22 @@ class GPT(NamedTuple):
 
 
 def mlp_params(weights):
-    """The parameters of a multilayer perceptron: `Dense` layers, from arrays in Keras's order."""
-    return [Dense(*pair) for pair in zip(weights[::2], weights[1::2], strict=True)]
+    """Makes the `Dense` layers of a multilayer perceptron from arrays in Keras's order."""
+    kernels = weights[::2]
+    biases = weights[1::2]
+    return [Dense(kernel, bias) for kernel, bias in zip(kernels, biases, strict=True)]
 
 
 def gpt_params(weights):
-    """The parameters of `fa.gpt` with rotary positions and a head of its own, from arrays in
-    Keras's order.
-    """
-    embedding, *inner, final_norm, head = weights
+    """Makes the parameters of `fa.gpt` with a head of its own from arrays in Keras's order."""
+    embedding, *of_blocks, final_norm, head = weights
     size = len(Block._fields)
-    return GPT(
-        embedding,
-        [Block(*inner[i : i + size]) for i in range(0, len(inner), size)],
-        final_norm,
-        head,
-    )
+    blocks = [Block(*of_blocks[i : i + size]) for i in range(0, len(of_blocks), size)]
+    return GPT(embedding, blocks, final_norm, head)
 
 
 def mlp(params, x):
-    """Logits of a multilayer perceptron with ReLU between its layers."""
+    """Computes the logits of a multilayer perceptron with ReLU between its layers."""
     *hidden, last = params
     for layer in hidden:
         x = jax.nn.relu(x @ layer.kernel + layer.bias)
@@ -62,7 +63,7 @@ def mlp(params, x):
 
 
 def gpt(params, ids_BT, heads):
-    """Logits `[B, T, V]` of the decoder-only transformer `fa.gpt`."""
+    """Computes the logits `[B, T, V]` of the decoder-only transformer `fa.gpt`."""
     x_BTD = params.embedding[ids_BT]
     for block in params.blocks:
         x_BTD += _attention(block, layer_norm(x_BTD, block.attention_norm), heads)
@@ -83,68 +84,71 @@ def _attention(block, x_BTD, heads):
 
 
 def rotate(t_BTHK):
-    """Rotary positions, halves of K paired."""
-    time, width = t_BTHK.shape[1], t_BTHK.shape[3]
+    """Applies rotary positions, halves of K paired."""
+    _, time, _, width = t_BTHK.shape
     inverse = 10000.0 ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
     angles_T1K = jnp.tile(jnp.arange(time, dtype=jnp.float32)[:, None, None] * inverse, 2)
+    cos_T1K = jnp.cos(angles_T1K).astype(t_BTHK.dtype)
+    sin_T1K = jnp.sin(angles_T1K).astype(t_BTHK.dtype)
     first, second = jnp.split(t_BTHK, 2, axis=-1)
     turned_BTHK = jnp.concatenate([-second, first], axis=-1)
-    return t_BTHK * jnp.cos(angles_T1K).astype(t_BTHK.dtype) + turned_BTHK * jnp.sin(
-        angles_T1K
-    ).astype(t_BTHK.dtype)
+    return t_BTHK * cos_T1K + turned_BTHK * sin_T1K
 
 
 def layer_norm(x, scale):
-    """Keras's layer norm without an offset, in float32 and back; 1e-3 is Keras's epsilon."""
-    return (jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=1e-3) * scale).astype(
-        x.dtype
-    )
+    """Computes Keras's layer norm without an offset, in float32 and back."""
+    keras_epsilon = 1e-3
+    normal = jax.nn.standardize(x.astype(jnp.float32), axis=-1, epsilon=keras_epsilon)
+    return (normal * scale).astype(x.dtype)
 
 
 def feed_stack(stack):
-    """The arrays of one update, as the steps below take them."""
+    """Turns the arrays of one update into JAX's."""
     return tuple(jnp.array(array) for array in stack)
 
 
 def mean_gradients(loss_fn, params, state, x, y):
-    """The means of loss and gradients over stacked micro-batches, by one scan, and the last state.
+    """Computes the means of loss and gradients over stacked micro-batches, and the last state.
 
     Args:
         loss_fn: `loss_fn(params, state, x, y) -> (loss, state)`, the mean loss of one micro-batch.
-        params: what is differentiated.
-        state: what each micro-batch takes from the one before, such as BatchNorm's statistics.
-        x: stacked over micro-batches, as y.
-        y: the targets.
+        params: the parameters to differentiate by.
+        state: carried from each micro-batch to the next, such as BatchNorm's statistics.
+        x: the inputs, stacked over micro-batches.
+        y: the targets, stacked too.
     """
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def accumulate(carried, micro_batch):
-        total, state = carried
-        (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            params, state, *micro_batch
-        )
+    def accumulate(carry, micro_batch):
+        total, state = carry
+        (loss, state), grads = value_and_grad(params, state, *micro_batch)
         with jax.named_scope("accumulate"):
             return (jax.tree.map(jnp.add, total, (loss, grads)), state), None
 
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
     (total, state), _ = jax.lax.scan(accumulate, (zeros, state), (x, y))
     with jax.named_scope("optimizer"):
-        return *jax.tree.map(lambda sum_: sum_ / len(x), total), state
+        loss, grads = jax.tree.map(lambda sum_: sum_ / len(x), total)
+    return loss, grads, state
 
 
 def scan_train_step(loss_fn, optimizer):
-    """`train_step(params, opt_state, x, y) -> (params, opt_state, loss)` on stacks: one jitted
-    scan, one update.
+    """Makes a jitted step on stacks: one scan over the micro-batches, one update.
 
     Args:
         loss_fn: `loss_fn(params, x, y)`, the mean loss of one micro-batch.
         optimizer: of optax.
+
+    Returns:
+        `train_step(params, opt_state, x, y) -> (params, opt_state, loss)`.
     """
+
+    def stateless_loss(params, state, x, y):
+        return loss_fn(params, x, y), state
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, opt_state, x, y):
-        loss, grads, _ = mean_gradients(
-            lambda params, _, x, y: (loss_fn(params, x, y), ()), params, (), x, y
-        )
+        loss, grads, _ = mean_gradients(stateless_loss, params, (), x, y)
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss

@@ -1,7 +1,6 @@
-"""Our own train step, compiled and run by JAX: the same program, with another XLA and without
-TensorFlow's runtime.
+"""Train step of ours, compiled and run by JAX: another XLA, and no TensorFlow runtime.
 
-Not a peer: it shows what TensorFlow's own runtime costs ours.
+It is no peer: it shows the cost of TensorFlow's own runtime.
 """
 
 import jax
@@ -13,6 +12,7 @@ from benchmarks.support import contestants, stablehlo
 
 
 def make(workload):
+    """Makes the `TrainStep`."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_x64", True)  # some counters are int64
     trainer = contestants.trainer(workload, jit_compile=True)
@@ -27,21 +27,16 @@ def make(workload):
     places = {id(variable): place for place, variable in enumerate(variables)}
 
     def feed(stack):
-        return [
-            jax.device_put(t.numpy(), device)
-            for t in tf.nest.flatten(contestants.feed_stack(stack))
-        ]
+        tensors = tf.nest.flatten(contestants.feed_stack(stack))
+        return [jax.device_put(tensor.numpy(), device) for tensor in tensors]
 
     def update(stack):
-        nonlocal values
-        executed = program.execute_sharded(
-            [*stack, *values]
-        ).disassemble_into_single_device_arrays()
-        results = [shards[0] for shards in executed]
-        values = [
-            results[next_values[number]] if number in next_values else value
-            for number, value in enumerate(values, len(stack))
-        ]
+        execution = program.execute_sharded([*stack, *values])
+        results = [shards[0] for shards in execution.disassemble_into_single_device_arrays()]
+        for place in range(len(values)):
+            argument = len(stack) + place
+            if argument in next_values:
+                values[place] = results[next_values[argument]]
         return results[0]  # the first field of the first result, StepResult.loss
 
     def weights():

@@ -1,10 +1,10 @@
-"""Keras 3's own accumulation: `gradient_accumulation_steps` on the optimizer, and `model.fit`."""
+"""Accumulation of Keras 3: `gradient_accumulation_steps` on the optimizer, and `model.fit`."""
 
 from benchmarks.support.contestants import Fit
 
 
 def make(workload, steps_per_execution=1, jit_compile="auto"):
-    """`model.fit` with accumulation; the defaults are those of `compile`."""
+    """Makes the `Fit` of `model.fit` with accumulation; defaults are those of `compile`."""
     model = workload.model()
     model.compile(
         optimizer=workload.optimizer(gradient_accumulation_steps=workload.micro_batches),
@@ -23,11 +23,10 @@ def make(workload, steps_per_execution=1, jit_compile="auto"):
 
 
 def make_tuned(workload):
-    """Every combination that a patient user would try: `{name: Fit}`."""
-    return {
-        f"Keras GA, {steps} steps/execution, {'jit' if jit else 'no jit'}": make(
-            workload, steps, jit
-        )
-        for steps in workload.steps_per_execution
-        for jit in (False, True)
-    }
+    """Makes `{name: Fit}` of every combination that a patient user would try."""
+    fits = {}
+    for steps in workload.steps_per_execution:
+        name = f"Keras GA, {steps} steps/execution"
+        fits[f"{name}, no jit"] = make(workload, steps, jit_compile=False)
+        fits[f"{name}, jit"] = make(workload, steps, jit_compile=True)
+    return fits

@@ -1,8 +1,7 @@
-"""PyTorch's usual accumulation: `(loss / n).backward()` for each micro-batch, then
-`optimizer.step()`.
+"""PyTorch's usual accumulation: `(loss / n).backward()` a micro-batch, then `optimizer.step()`.
 
-Eager, and with the model and its loss under `torch.compile`. In float32, as the CPU suites are:
-autocast and GradScaler are for a GPU.
+It runs eagerly, and with the model and its loss under `torch.compile`, in float32 as the CPU suites
+do: autocast and GradScaler are for a GPU.
 """
 
 import torch
@@ -13,10 +12,12 @@ from benchmarks.support.contestants import ForeignModel, TrainStep
 
 
 def make(workload):
+    """Makes the eager `TrainStep`."""
     return _make(workload, lambda function: function)
 
 
 def make_compiled(workload):
+    """Makes the `TrainStep` under `torch.compile`."""
     return _make(workload, torch.compile)
 
 
@@ -44,46 +45,56 @@ def _make(workload, transform):
 
 
 def _start(workload):
-    """The model with the workload's initial weights, and its optimizer."""
-    theirs, optimizer = workload.model(), workload.optimizer()
-    arrays = theirs.get_weights()
+    """Makes the model with the workload's initial weights, and its optimizer."""
+    keras_model = workload.model()
+    arrays = keras_model.get_weights()
     if workload.name.startswith("MLP"):
-        model = torch_models.mlp([len(arrays[0]), *map(len, arrays[1::2])])
+        biases = arrays[1::2]
+        model = torch_models.mlp([len(arrays[0]), *map(len, biases)])
     elif workload.name == "ConvNet":
         kernels = [array for array in arrays if array.ndim == 4]
-        model = torch_models.ConvNet(
-            [kernels[0].shape[2], *(each.shape[3] for each in kernels)], len(arrays[-1])
-        )
+        channels = [kernels[0].shape[2], *(kernel.shape[3] for kernel in kernels)]
+        model = torch_models.ConvNet(channels, classes=len(arrays[-1]))
     else:
-        blocks = [layer for layer in theirs.layers if layer.name.startswith("block_")]
-        context = theirs.get_layer("context").context
+        blocks = [layer for layer in keras_model.layers if layer.name.startswith("block_")]
+        vocabulary_size, width = arrays[0].shape
         model = torch_models.GPT(
-            *arrays[0].shape[:1], context, arrays[0].shape[1], len(blocks), blocks[0].heads
+            vocabulary_size,
+            keras_model.get_layer("context").context,
+            width,
+            layers=len(blocks),
+            heads=blocks[0].heads,
         )
     torch_models.set_weights(model, arrays)
-    return model, _optimizer(optimizer, model.parameters())
+    return model, _optimizer(workload.optimizer(), model.parameters())
 
 
-def _optimizer(theirs, parameters):
-    """PyTorch's form of a Keras optimizer."""
-    rate = float(theirs.learning_rate)
-    if hasattr(theirs, "momentum"):
-        return torch.optim.SGD(parameters, rate, momentum=theirs.momentum, fused=True)
+def _optimizer(keras_optimizer, parameters):
+    """Makes PyTorch's form of a Keras optimizer."""
+    rate = float(keras_optimizer.learning_rate)
+    if hasattr(keras_optimizer, "momentum"):
+        return torch.optim.SGD(parameters, rate, momentum=keras_optimizer.momentum, fused=True)
     return torch.optim.AdamW(  # without weight decay this is Adam
         parameters,
         lr=rate,
-        betas=(theirs.beta_1, theirs.beta_2),
-        eps=theirs.epsilon,
-        weight_decay=theirs.weight_decay or 0.0,
+        betas=(keras_optimizer.beta_1, keras_optimizer.beta_2),
+        eps=keras_optimizer.epsilon,
+        weight_decay=keras_optimizer.weight_decay or 0.0,
         fused=True,
     )
 
 
 def _feed_micro_batches(stack):
-    # as PyTorch asks
-    return [(_inputs(x), torch.tensor(y, dtype=torch.long)) for x, y in zip(*stack, strict=True)]
+    stacked_x, stacked_y = stack
+    return [
+        (_inputs(x), torch.tensor(y, dtype=torch.long))  # PyTorch's labels are int64
+        for x, y in zip(stacked_x, stacked_y, strict=True)
+    ]
 
 
 def _inputs(x):
-    """A micro-batch; images get PyTorch's order of axes, and stay in memory as they are."""
-    return torch.tensor(x).permute(0, 3, 1, 2) if x.ndim == 4 else torch.tensor(x)
+    """Makes a tensor; images get PyTorch's order of axes, and stay in memory as they are."""
+    tensor = torch.tensor(x)
+    if x.ndim == 4:
+        return tensor.permute(0, 3, 1, 2)
+    return tensor

@@ -1,7 +1,7 @@
-"""The models in PyTorch, and their weights in the Keras model's order.
+"""Models in PyTorch, and their weights in the Keras model's order.
 
-Shape suffixes as in `fastaccum.transformer`: B batch, T time, D width, H heads, K width per head.
-Imports PyTorch alone, so that a machine without TensorFlow can use it.
+Shape suffixes are those of `fastaccum.transformer`: B batch, T time, D width, H heads, K width per
+head. The module imports PyTorch alone, so that a machine without TensorFlow can use it.
 """
 
 import itertools
@@ -12,9 +12,7 @@ from torch import nn
 
 
 def mlp(widths):
-    """A multilayer perceptron of these widths, from the input's to the number of logits, with ReLU
-    between.
-    """
+    """Makes a multilayer perceptron with ReLU; widths go from the input's to the logits'."""
     layers = []
     for width_in, width_out in itertools.pairwise(widths):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]
@@ -38,6 +36,8 @@ class ConvNet(nn.Sequential):
 
 
 class CausalSelfAttention(nn.Module):
+    """Causal attention with rotary positions."""
+
     def __init__(self, width, heads):
         super().__init__()
         self.heads = heads
@@ -48,12 +48,15 @@ class CausalSelfAttention(nn.Module):
         batch, time, width = x_BTD.shape
         qkv = self.qkv(x_BTD).view(batch, time, 3, self.heads, width // self.heads)
         q_BHTK, k_BHTK, v_BHTK = qkv.permute(2, 0, 3, 1, 4)
-        q_BHTK, k_BHTK = _rotate(q_BHTK, cos_TK, sin_TK), _rotate(k_BHTK, cos_TK, sin_TK)
+        q_BHTK = _rotate(q_BHTK, cos_TK, sin_TK)
+        k_BHTK = _rotate(k_BHTK, cos_TK, sin_TK)
         mixed_BHTK = F.scaled_dot_product_attention(q_BHTK, k_BHTK, v_BHTK, is_causal=True)
         return self.out(mixed_BHTK.transpose(1, 2).reshape(batch, time, width))
 
 
 class Block(nn.Module):
+    """Transformer block of `fa.gpt`."""
+
     def __init__(self, width, heads):
         super().__init__()
         self.attention_norm = _norm(width)
@@ -68,9 +71,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The decoder-only transformer `fa.gpt` with rotary positions and a head of its own: ids `[B,
-    T]` to logits.
-    """
+    """Decoder-only transformer `fa.gpt` with a head of its own, from ids `[B, T]` to logits."""
 
     def __init__(self, vocabulary_size, context, width, layers, heads):
         super().__init__()
@@ -93,23 +94,26 @@ class GPT(nn.Module):
 
 
 def weights(model):
-    """The model's weights as Keras orders and lays them out: views, so that assigning to them sets
-    the model.
-    """
-    return [view for module in model.modules() for view in _views(module)]
+    """Returns views of the model's weights in Keras's order and layout; assigning sets them."""
+    views = []
+    for module in model.modules():
+        views += _views(module)
+    return views
 
 
 def _views(module):
-    """The parameters of a module without those of its parts, then BatchNorm's statistics."""
-    own = [parameter.data for parameter in module.parameters(recurse=False)]
+    """Returns views of a module's parameters without its parts', then of BatchNorm's statistics."""
+    parameters = [parameter.data for parameter in module.parameters(recurse=False)]
     match module:
         case nn.Linear():  # Keras's kernels are [in, out]
-            return [own[0].T, *own[1:]]
+            weight, *bias = parameters
+            return [weight.T, *bias]
         case nn.Conv2d():  # and [height, width, in, out]
-            return [own[0].permute(2, 3, 1, 0), *own[1:]]
+            weight, *bias = parameters
+            return [weight.permute(2, 3, 1, 0), *bias]
         case nn.BatchNorm2d():
-            return [*own, module.running_mean, module.running_var]
-    return own
+            return [*parameters, module.running_mean, module.running_var]
+    return parameters
 
 
 def set_weights(model, arrays):
@@ -129,6 +133,6 @@ def _norm(width):
 
 
 def _rotate(t_BHTK, cos_TK, sin_TK):
-    """Rotary positions, halves of K paired."""
+    """Applies rotary positions, halves of K paired."""
     first, second = t_BHTK.chunk(2, dim=-1)
     return t_BHTK * cos_TK + torch.cat([-second, first], dim=-1) * sin_TK

@@ -80,7 +80,7 @@ def run():
     """A run in which every program comes to the same."""
     from benchmarks.h200 import bars, cases
 
-    found = bars.Found(dict.fromkeys(cases.everything(), FIGURES))
+    found = bars.Results(dict.fromkeys(cases.everything(), FIGURES))
     head_memory, before = {"temp": 1.0, "logits": 10.0}, json.loads(report.BEFORE.read_text())
     rates = dataclasses.asdict(roofline.Rates())
     return report.Run("2026-11-22", rates, {"jaxlib": "0.10.2"}, found, head_memory, before)
@@ -89,7 +89,7 @@ def run():
 def test_a_bar_is_met_or_not(run):
     from benchmarks.h200.bars import measures
 
-    met = {row.what: row.is_met for row in measures(run.found, run.head_memory)}
+    met = {row.name: row.is_met for row in measures(run.results, run.head_memory)}
     missed = [what for what, is_met in met.items() if not is_met]
     assert len(met) == 17 and missed == [
         "everything recomputed, cuDNN, 24 layers: ms",
@@ -105,7 +105,7 @@ def test_a_bar_is_met_or_not(run):
 def test_the_report_has_every_program_picture_and_loss(run, tmp_path):
     from benchmarks.h200 import cases, pictures
 
-    drawn = pictures.draw(run.found, run.before["programs"], tmp_path)
+    drawn = pictures.draw(run.results, run.before["programs"], tmp_path)
     text = report.markdown(run, drawn)
     assert len(drawn) == 3 and all(
         path.name in text and path.stat().st_size < 200_000 for path in drawn.values()
