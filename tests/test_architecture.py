@@ -331,7 +331,7 @@ def public_functions_are_annotated(sources: Sources) -> Iterator[str]:
 
 
 def docstrings_open_with_a_verb_or_a_noun(sources: Sources) -> Iterator[str]:
-    for path, tree in trees(sources, "fastaccum", "kernels"):
+    for path, tree in trees(sources, *FOLDERS):
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and OPENINGS.match(
                 ast.get_docstring(node) or ""
@@ -452,6 +452,7 @@ BREAKS = [
     (public_functions_are_annotated, {HIGH: "class C:\n    def __init__(self, x): ..."}),
     (docstrings_open_with_a_verb_or_a_noun, {"fastaccum/new/m.py": '"""Whether it is."""'}),
     (docstrings_open_with_a_verb_or_a_noun, {"fastaccum/new/m.py": 'def f():\n    """Of both."""'}),
+    (docstrings_open_with_a_verb_or_a_noun, {"benchmarks/new/m.py": '"""What it is."""'}),
     (one_context_for_traces, {HIGH: "import contextvars\n_x = contextvars.ContextVar[int]('x')"}),
 ]
 

@@ -50,7 +50,7 @@ def program(folder):
 
 @pytest.fixture(scope="module")
 def ran(folder, tmp_path_factory):
-    """What the one command tells and writes of the program."""
+    """Runs the command; returns its output and its files on the program."""
     results = tmp_path_factory.mktemp("results")
     process = command("", folder, "--results", results)
     assert process.returncode == 0, process.stderr[-4000:]
