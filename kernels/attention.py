@@ -297,8 +297,8 @@ def _segments(segment_ids: Any, query: tf.Tensor, key: tf.Tensor) -> Segments:
         if not ids.shape.is_compatible_with(tensor.shape[:2]):
             raise ValueError(
                 f"segment_ids of shape {ids.shape} do not fit query {query.shape} and key "
-                f"{key.shape}: they must be [batch, time], and a tuple of two where queries and "
-                "keys differ in time."
+                f"{key.shape}: they must be [batch, time], or a tuple of two such tensors if "
+                "queries and keys differ in time."
             )
     return query_ids, key_ids
 
@@ -325,8 +325,9 @@ def _require_tensors(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> None
     if not _shapes_fit(query.shape, key.shape, value.shape):
         raise ValueError(
             f"The shapes do not fit: query {query.shape}, key {key.shape}, value {value.shape}. "
-            "They must be [batch, time, heads, width] and twice [batch, keys, groups, width], "
-            "of known heads, groups and width, heads a multiple of groups. No axis may be empty."
+            "query must be [batch, time, heads, width], key and value [batch, keys, groups, "
+            "width]. Heads, groups and width must be known, heads must be a multiple of groups, "
+            "and no axis may be empty."
         )
 
 

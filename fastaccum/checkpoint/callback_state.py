@@ -97,7 +97,8 @@ def _get_state(name: str, callback: keras.callbacks.Callback) -> Json:
         is_json = False
     if not is_json:
         raise TypeError(
-            f"{name}.get_state() returned {given!r}, which is not a dict that JSON gives back."
+            f"{name}.get_state() returned {given!r}, which is not a dict that JSON can store and "
+            "give back unchanged."
         )
     return copied
 

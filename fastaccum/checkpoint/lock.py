@@ -80,8 +80,8 @@ class FolderLock:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
             warn(
-                f"the file system of {str(self.path)!r} has no locks ({error.strerror}): whether "
-                "another process works in this folder is not checked."
+                f"the file system of {str(self.path)!r} has no locks ({error.strerror}), so "
+                "fastaccum cannot check whether another process works in this folder."
             )
 
 

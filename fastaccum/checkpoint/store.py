@@ -86,7 +86,7 @@ class Checkpoint:
         if others:
             warn(
                 f"{self.path} was written with {one_line('; '.join(others))}. Training goes on, "
-                "but its bits may not be those of an uninterrupted one."
+                "but may not be bit-identical to an uninterrupted one."
             )
 
     def tensors(self, without: Container[str] = ()) -> dict[str, tf.Tensor]:
@@ -101,9 +101,7 @@ class Checkpoint:
         if missing := [
             name for name in self.manifest.get("shares", ()) if not (self.path / name).is_file()
         ]:
-            raise CorruptCheckpointError(
-                f"its shares {missing} are missing, which workers had written"
-            )
+            raise CorruptCheckpointError(f"its shares {missing}, which workers wrote, are missing")
         try:
             dtypes = tf.train.load_checkpoint(prefix).get_variable_to_dtype_map()
             names = [name for name in dtypes if name not in without]

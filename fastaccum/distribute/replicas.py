@@ -79,8 +79,8 @@ def _number_collectives(strategy: tf.distribute.Strategy) -> None:
     if earlier and not isinstance(strategy, tf.distribute.MirroredStrategy):
         raise ValueError(
             "The model was made under a second strategy of this process, a "
-            f"{type(strategy).__name__}, whose collectives TensorFlow would take for the first "
-            "one's: make one strategy, and all models under it."
+            f"{type(strategy).__name__}, and TensorFlow would mix up the collectives of the two: "
+            "make one strategy, and all models under it."
         )
     _strategies.append(strategy)  # for good: its numbers are not free again
     if earlier == 0:

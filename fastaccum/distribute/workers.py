@@ -169,7 +169,7 @@ class Workers:
                 if failure is not None:
                     raise self._died(f"worker {number}", failure)
             if time.monotonic() > end:
-                raise self.lost(f"worker {worker} has not come to where this one waits")
+                raise self.lost(f"worker {worker} has not reached the point where this one waits")
 
     def _died(self, who: str, error: tf.errors.OpError) -> WorkerLostError:
         return WorkerLostError(

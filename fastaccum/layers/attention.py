@@ -538,9 +538,9 @@ def _sees_any_in_band(
 @functools.cache
 def _warn_of_keras() -> None:
     warn(
-        f"Keras {keras.__version__} keeps its attention where fastaccum does not look: layers "
-        "that call keras.ops.dot_product_attention take their own formula, which holds the "
-        "scores of all tokens. Install a version that pyproject.toml allows."
+        f"Keras {keras.__version__} keeps its attention in a place that fastaccum does not know, "
+        "so layers that call keras.ops.dot_product_attention take their own formula, which holds "
+        "the scores of all tokens. Install a version that pyproject.toml allows."
     )
 
 

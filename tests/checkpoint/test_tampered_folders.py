@@ -125,7 +125,7 @@ def test_other_versions_of_packages_are_told(run, tmp_path):
         RuntimeWarning, match=rf"with tensorflow 2.1.0, now {tf.__version__}; keras 3.0.0, now"
     ) as told:
         run.goes_on(tmp_path)
-    assert len([each for each in told if "bits may not be" in str(each.message)]) == 1
+    assert len([each for each in told if "may not be bit-identical" in str(each.message)]) == 1
 
 
 def test_other_operations_on_a_cpu_are_told(run, tmp_path, monkeypatch):

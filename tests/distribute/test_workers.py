@@ -255,7 +255,7 @@ def test_workers_stopped_for_a_while_and_killed_equal_one_device(tmp_path):
 @pytest.mark.parametrize(
     ("mode", "says"),
     [
-        ("absent", "After 6 s worker 1 has not come to where this one waits"),
+        ("absent", "After 6 s worker 1 has not reached the point where this one waits"),
         ("stuck", "After 6 s workers [1] have not come to the step that worker 0 is in"),
     ],
 )

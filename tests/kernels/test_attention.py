@@ -884,12 +884,16 @@ def _call(made):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"query": [2, 8, 3, 4]}, ValueError, r"query \(2, 8, 3, 4\).*heads a multiple of groups"),
+        (
+            {"query": [2, 8, 3, 4]},
+            ValueError,
+            r"query \(2, 8, 3, 4\).*heads must be a multiple of groups",
+        ),
         ({"query": [2, 8, 16]}, ValueError, r"query \(2, 8, 16\)"),
         ({"query": [3, 8, 4, 4]}, ValueError, r"query \(3, 8, 4, 4\)"),
         ({"key": [2, 8, 2, 5]}, ValueError, r"key \(2, 8, 2, 5\)"),
         ({"key": [2, 9, 2, 4]}, ValueError, r"value \(2, 8, 2, 4\)"),
-        ({"query": [2, 0, 4, 4]}, ValueError, "No axis may be empty"),
+        ({"query": [2, 0, 4, 4]}, ValueError, "no axis may be empty"),
         ({"value_dtype": "float16"}, TypeError, "value float16"),
         ({"query_dtype": "float64"}, TypeError, "query float64"),
         ({"block_size": 0}, ValueError, "block_size=0"),
