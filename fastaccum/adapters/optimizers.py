@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import fingerprint
 from fastaccum.basics.attributes import Variable, kinds, package, raw, replaced
 from fastaccum.kernels import private
 
@@ -232,9 +231,9 @@ class Optimizer:
         return contextlib.nullcontext()
 
     @property
-    def description(self) -> dict[str, Any]:
-        """The optimizer's class and arguments as they are now."""
-        return fingerprint.describe(self.optimizer)
+    def described(self) -> list[object]:
+        """The objects that tell this optimizer from others, for a fingerprint."""
+        return [self.optimizer]
 
     @property
     def settings(self) -> dict[str, list[tf.Variable]]:
@@ -244,8 +243,8 @@ class Optimizer:
             return {"learning_rate": [rate]}
         return {}
 
-    def describe_rules(self, variable: Variable) -> dict[str, Any]:
-        """Describes what is done to a trained variable beside its update.
+    def rules(self, variable: Variable) -> dict[str, Any]:
+        """Returns what is done to a trained variable beside its update.
 
         That may be a penalty, a constraint, or no weight decay.
         """
@@ -257,7 +256,7 @@ class Optimizer:
         decaying = [part for part in self.parts if private.use_weight_decay.exists(part)]
         if not all(private.use_weight_decay(part, self._to_native(variable)) for part in decaying):
             rules["decays"] = False
-        return fingerprint.describe(rules)
+        return rules
 
     @property
     def iterations(self) -> tf.Variable:

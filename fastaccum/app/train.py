@@ -28,7 +28,7 @@ from fastaccum.checkpoint.errors import (
 )
 from fastaccum.checkpoint.lock import FolderInUseError
 from fastaccum.checkpoint.signals import EndRequest, Preempted
-from fastaccum.checkpoint.state import differences
+from fastaccum.fingerprint.differences import differences
 from fastaccum.step.guards import NonFiniteError
 
 COLUMNS = (

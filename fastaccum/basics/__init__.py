@@ -1,1 +1,1 @@
-"""Attributes of others' objects, types of arguments, and warnings: for every room above."""
+"""Attributes of others' objects, types of arguments, warnings, and messages of processes."""

@@ -15,7 +15,7 @@ from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.basics.attributes import of_keras
 from fastaccum.basics.warnings import warn
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
-from fastaccum.checkpoint.state import Json, plain
+from fastaccum.fingerprint.values import Json, plain
 from fastaccum.kernels import private
 
 # The attributes that Keras's own callbacks count with. Others of its callbacks hold nothing that

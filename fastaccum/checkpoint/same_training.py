@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from fastaccum.checkpoint import settings, state
+from fastaccum.checkpoint import cut, settings
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
-from fastaccum.checkpoint.state import Json, Training
+from fastaccum.checkpoint.state import Training
 from fastaccum.checkpoint.store import Checkpoint
+from fastaccum.fingerprint.differences import differences
+from fastaccum.fingerprint.values import Json
 
 
 def require(found: Checkpoint, fit: Training, resume: frozenset[str]) -> None:
@@ -35,10 +37,10 @@ def require(found: Checkpoint, fit: Training, resume: frozenset[str]) -> None:
 
 def _differences(saved: Json, now: Json, found: Checkpoint, fit: Training) -> list[str]:
     """Lists the items in which two descriptions differ, with what to do where that is known."""
-    different = state.differences(saved, now)
+    different = differences(saved, now)
     plans = saved["batch plan"], now["batch plan"]
     if plans[0].get("global_batch") != plans[1].get("global_batch"):
-        product = state.other_product(found.manifest["cut"], fit.cut, plans[0].get("global_batch"))
+        product = cut.other_product(found.manifest["cut"], fit.cut, plans[0].get("global_batch"))
         if product:  # says the same, with what to do
             different = [
                 *(each for each in different if not each.startswith("batch plan.global_batch: ")),

@@ -20,13 +20,17 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.basics.processes import WorkerLostError
 from fastaccum.basics.warnings import warn
-from fastaccum.checkpoint import callback_state, same_training, settings, state, store
+from fastaccum.checkpoint import callback_state, same_training, settings, store
+from fastaccum.checkpoint.cut import other_pieces
 from fastaccum.checkpoint.errors import CheckpointWriteError
 from fastaccum.checkpoint.lock import FolderLock
 from fastaccum.checkpoint.signals import EndRequest, Preempted
-from fastaccum.checkpoint.state import Json, Training, WorkerLostError, plain
+from fastaccum.checkpoint.state import Training
 from fastaccum.data.stacks import Dispatch, Position
+from fastaccum.fingerprint.values import Json, plain
+from fastaccum.fingerprint.variables import name_variables
 from fastaccum.kernels.devices import has_gpu, has_op_determinism
 
 
@@ -181,7 +185,7 @@ class Saver:
         self._variables: dict[str, tf.Variable] = {}
         here_alone = set()
         elsewhere = set()
-        for group, named in state.name_variables(fit.variables).items():
+        for group, named in name_variables(fit.variables).items():
             for name_in_group, variable in named.items():
                 name = f"{group}/{name_in_group}"
                 holder = fit.holders.get(id(variable))
@@ -226,19 +230,19 @@ class Saver:
         fit = self._training
         progress = checkpoint.manifest["progress"]
         data = checkpoint.manifest["data"]
-        cut = checkpoint.manifest["cut"]
+        saved_cut = checkpoint.manifest["cut"]
         self._position = Position(
             progress["first_epoch"], progress["epoch"], progress["step_in_epoch"]
         )
         self.stopped = progress["stopped"]
-        self._pieces = state.other_pieces(cut, fit.cut)
+        self._pieces = other_pieces(saved_cut, fit.cut)
         if not self._pieces:
             fit.stacks.restore(data, self._of("data"))
             return
         if self._complete(epochs):
             return
 
-        recut = any(fit.cut[name] != cut[name] for name in fit.cut if name != "replicas")
+        recut = any(fit.cut[name] != saved_cut[name] for name in fit.cut if name != "replicas")
         fit.stacks.find(data, self._pieces, recut)
         if fit.split_sensitive_layers:
             warn(

@@ -16,7 +16,8 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.checkpoint import callback_state
-from fastaccum.checkpoint.state import Json, differences
+from fastaccum.fingerprint.differences import differences
+from fastaccum.fingerprint.values import Json
 
 RATE = "learning_rate"
 # The hooks of callbacks that are called again where a fit is resumed.

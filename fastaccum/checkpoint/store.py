@@ -32,7 +32,8 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.basics.warnings import one_line, warn
 from fastaccum.checkpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from fastaccum.checkpoint.state import Json, versions
+from fastaccum.fingerprint.run import versions
+from fastaccum.fingerprint.values import Json
 
 FORMAT = 6
 MANIFEST = "manifest.json"

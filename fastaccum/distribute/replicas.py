@@ -12,7 +12,7 @@ from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
-from fastaccum.distribute.workers import Workers
+from fastaccum.basics.processes import Workers
 from fastaccum.kernels import private
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.step.tracing import TracedFunction

@@ -19,10 +19,10 @@ from fastaccum.adapters.losses import BoundLosses
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.basics.attributes import raw, replaced, restored
+from fastaccum.basics.processes import WorkersDifferError
 from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
-from fastaccum.distribute.workers import WorkersDifferError
 from fastaccum.graphs.traces import list_python_calls
 from fastaccum.kernels import private
 from fastaccum.kernels.gradients import accumulator_dtype

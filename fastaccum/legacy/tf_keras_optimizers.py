@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters import fingerprint
 from fastaccum.adapters.optimizers import Optimizer, Pairs
 from fastaccum.basics.attributes import Variable, kinds, raw, replaced
 from fastaccum.kernels import private
@@ -68,9 +66,9 @@ class LegacyOptimizer(TFKerasOptimizer):
         return parts
 
     @property
-    def description(self) -> dict[str, Any]:
+    def described(self) -> list[object]:
         # `get_config` tells the value of these functions alone.
-        return {**super().description, **fingerprint.describe(self._called)}
+        return [*super().described, self._called]
 
     @property
     def settings(self) -> dict[str, list[tf.Variable]]:

@@ -23,6 +23,8 @@ from fastaccum.data.source import Source, Stacks
 from fastaccum.data.stacks import Batch, Dispatch, Position
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicas import Replicas
+from fastaccum.fingerprint.values import Json
+from fastaccum.fingerprint.variables import checksums as checksums_of
 from fastaccum.graphs import jit_choice
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.memory.planner import Plan
@@ -213,7 +215,7 @@ def describe_training(
         "step": step.running.variables,
     }
     plan = {**stacks.plan, "class_weight": class_weight}
-    cut: state.Json = {
+    cut: Json = {
         **stacks.cut,
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
         "replicas": 1 if recipe.replicas is None else recipe.replicas.count,
@@ -320,7 +322,7 @@ def train(
 def _require_workers_alike(builder: StepBuilder, training: state.Training) -> None:
     """Raises WorkersDifferError on every worker if they would train otherwise than each other."""
     held_by_all = [v for v in training.variables["optimizer"] if id(v) not in training.holders]
-    checksums = state.checksums({**training.variables, "optimizer": held_by_all})
+    checksums = checksums_of({**training.variables, "optimizer": held_by_all})
     builder.fingerprint.require_alike(
         "fit, built", **training.description, cut=training.cut, checksums=checksums
     )

@@ -35,7 +35,7 @@ from fastaccum.step.probe import probe
 from fastaccum.step.running_state import RunningState
 from fastaccum.step.step import Step
 from fastaccum.step.tracing import without_collection
-from fastaccum.training.recipe import Recipe, RunFingerprint
+from fastaccum.training.recipe import Recipe
 from fastaccum.training.throughput import Throughput
 
 # The name of an attribute that a model has while a `fit` trains it.
@@ -87,7 +87,7 @@ class StepBuilder:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self._model = recipe.model
-        self.fingerprint = RunFingerprint(recipe)
+        self.fingerprint = recipe.make_fingerprint()
         self._compilation: tuple[Any, Any] = (None, None)  # as `_compile` left it
         self.throughput: Throughput | None = None  # of the last epoch of a fit
 

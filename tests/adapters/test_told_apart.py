@@ -22,7 +22,6 @@ import fastaccum as fa
 from fastaccum.adapters import (
     added_losses,
     callbacks,
-    fingerprint,
     head,
     losses,
     metrics,
@@ -33,6 +32,7 @@ from fastaccum.basics.attributes import function_of, kinds, known_name, of_keras
 from fastaccum.checkpoint import callback_state
 from fastaccum.data import passes
 from fastaccum.families import adapt_model, adapt_optimizer
+from fastaccum.fingerprint.objects import describe
 from fastaccum.kernels import norms, private
 from fastaccum.layers import attention, blocks, forms, lookups
 from fastaccum.legacy import huggingface, untouched_rows
@@ -527,12 +527,12 @@ PLACES = {
         [keras.layers.Dense(1, "gelu").activation],
     ),
     "fingerprint, code of a user's function": (
-        lambda function: "code" not in fingerprint.describe(function),
+        lambda function: "code" not in describe(function),
         [wrapped(keras.losses.dice), renamed("dice")],
         [keras.losses.Dice().fn],
     ),
     "fingerprint, a user's class": (
-        lambda layer: "code" not in fingerprint.describe(layer),
+        lambda layer: "code" not in describe(layer),
         [impostor("Dense", call=own_call)()],
         [KERAS.Dense(1, name="mine")],
     ),
@@ -602,17 +602,18 @@ PLACES_WITH_NAMES = {
     "fastaccum/training/reading.py:_release_iterators": (
         "of a frame that has ended, whose module Python names"
     ),
-    "fastaccum/adapters/fingerprint.py:_module": "of what is its module's by `package`",
-    "fastaccum/adapters/fingerprint.py:_describe": (
+    "fastaccum/fingerprint/bytecode.py:is_of_user": "of what is its module's by `package`",
+    "fastaccum/fingerprint/objects.py:_describe": (
         "part of a description, beside the code; of Python's own modules"
     ),
-    "fastaccum/adapters/fingerprint.py:_describe_nest": (
+    "fastaccum/fingerprint/objects.py:_describe_nest": (
         "part of a description: a nest that holds itself"
     ),
-    "fastaccum/adapters/fingerprint.py:_coded": (
+    "fastaccum/fingerprint/objects.py:_coded": (
         "part of a description; `__init__`, which Python itself finds by name"
     ),
-    "fastaccum/adapters/fingerprint.py:_parts": (
+    "fastaccum/fingerprint/bytecode.py:is_users": ("`__init__`, which Python itself finds by name"),
+    "fastaccum/fingerprint/objects.py:_parts": (
         "methods that Python and Keras themselves find by name"
     ),
     "fastaccum/checkpoint/callback_state.py:_kind": (
@@ -624,7 +625,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/checkpoint/callback_state.py:_stateful": (
         "the key in a file, by which a later process finds a callback"
     ),
-    "fastaccum/checkpoint/state.py:plain": "the value in a file of what JSON does not hold",
+    "fastaccum/fingerprint/values.py:plain": "the value in a file of what JSON does not hold",
     "fastaccum/layers/interceptors.py:_place": "the name that a layer's class keeps",
     "fastaccum/addons.py:_other_finders": "of this module's own finder",
     "fastaccum/basics/warnings.py:_is_inner": "of a frame's globals: which line a warning names",
@@ -646,7 +647,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/distribute/workers.py:abort_peers_on_error.call": (
         "a message, and the name of a thread"
     ),
-    "fastaccum/distribute/workers.py:Workers.report": "a message",
+    "fastaccum/basics/processes.py:Workers.report": "a message",
     "fastaccum/memory/guard.py:Guard.error": "a message",
     "fastaccum/step/compilable.py:_called": "a message",
     "fastaccum/step/diagnosis.py:_of_micro_batch": "a message",

@@ -24,7 +24,8 @@ import tf_keras
 from resuming import Interruption, Stateless, StopAfter, bits, scramble
 
 import fastaccum as fa
-from fastaccum.checkpoint import errors, lock, state, store
+from fastaccum.checkpoint import errors, lock, store
+from fastaccum.fingerprint.values import plain
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -774,7 +775,7 @@ def test_a_history_that_is_used_again_is_saved(tmp_path):
 
 
 def test_a_set_is_the_same_in_every_process():
-    assert state.plain({"b", "c", "a"}) == ["a", "b", "c"]
+    assert plain({"b", "c", "a"}) == ["a", "b", "c"]
 
 
 def of_lambdas(file, above, factor):

@@ -25,7 +25,7 @@ from resuming import (
 )
 
 import fastaccum as fa
-from fastaccum.checkpoint import state, store
+from fastaccum.checkpoint import saver, store
 from fastaccum.checkpoint.callback_state import COUNTERS
 from fastaccum.data import source
 from fastaccum.data.stacks import Layout, Position
@@ -587,7 +587,7 @@ def test_a_lost_place_in_the_data_shows(tmp_path):
     ],
 )
 def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
-    original = state.name_variables
+    original = saver.name_variables
 
     def without(variables):
         groups = original(variables)
@@ -599,7 +599,7 @@ def test_a_lost_variable_shows(tmp_path, lost, monkeypatch):
             raise LookupError(lost)  # no such variable
         return kept
 
-    monkeypatch.setattr(state, "name_variables", without)
+    monkeypatch.setattr(saver, "name_variables", without)
     with pytest.raises(AssertionError):
         assert_same(half, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
 

@@ -20,9 +20,10 @@ import tensorflow as tf
 import tf_keras
 
 import fastaccum as fa
-from fastaccum.adapters.fingerprint import describe
-from fastaccum.checkpoint import state
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
+from fastaccum.fingerprint.differences import differences
+from fastaccum.fingerprint.objects import describe
+from fastaccum.fingerprint.values import plain
 from fastaccum.step.options import Options
 
 X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
@@ -524,8 +525,8 @@ MADE = {
 @pytest.mark.parametrize("what", MADE)
 def test_code_and_settings_of_users_change_the_fingerprint(what):
     was, same, other = (description(MADE[what](factor)) for factor in (1.0, 1.0, 2.0))
-    assert not state.differences(was, same)
-    assert state.differences(was, other)
+    assert not differences(was, same)
+    assert differences(was, other)
 
 
 def test_settings_that_a_program_does_not_read_may_differ():
@@ -539,9 +540,7 @@ def test_settings_that_a_program_does_not_read_may_differ():
     text = (
         "def loss(y, p):\n    '''{}'''\n    return settings.factor * (y - p) ** len({{'a', 'b'}})\n"
     )
-    assert not state.differences(
-        of(False, text.format("One.")), of(True, "\n\n" + text.format("Two."))
-    )
+    assert not differences(of(False, text.format("One.")), of(True, "\n\n" + text.format("Two.")))
 
 
 class Attributes(dict):
@@ -567,9 +566,7 @@ LOOP["itself"] = [LOOP]
     ids=lambda s: type(s).__name__,
 )
 def test_whatever_a_loss_reads_is_described(settings):
-    text = json.dumps(
-        state.plain(describe(lambda y, p: (y, settings.factor, p))), ensure_ascii=False
-    )
+    text = json.dumps(plain(describe(lambda y, p: (y, settings.factor, p))), ensure_ascii=False)
     assert b"settings" in text.encode()
 
 
@@ -634,10 +631,10 @@ def test_texts_that_a_loss_reads_are_told_by_their_checksums():
             ["of"],
         ),
     ]:
-        described = state.plain(describe(was))
+        described = plain(describe(was))
         assert "hunter" not in json.dumps(described)
-        assert not state.differences(described, state.plain(describe(was)))
-        told = state.differences(described, state.plain(describe(now)))
+        assert not differences(described, plain(describe(was)))
+        told = differences(described, plain(describe(now)))
         assert all(any(each.startswith(f"{name}: ") for each in told) for name in names), told
 
 
@@ -672,13 +669,12 @@ def _settings(form, scale):
 @pytest.mark.parametrize("form", ["a class", "a subclass", "a dataclass", "a static method"])
 def test_settings_that_stand_in_a_class_are_compared(form):
     loss = _settings(form, 1.0)
-    described = state.plain(describe(loss))
+    described = plain(describe(loss))
     loss(1.0, 0.5)
-    assert not state.differences(described, state.plain(describe(loss)))
-    assert not state.differences(described, state.plain(describe(_settings(form, 1.0))))
+    assert not differences(described, plain(describe(loss)))
+    assert not differences(described, plain(describe(_settings(form, 1.0))))
     assert any(
-        "weight" in each
-        for each in state.differences(described, state.plain(describe(_settings(form, 3.0))))
+        "weight" in each for each in differences(described, plain(describe(_settings(form, 3.0))))
     )
 
 
@@ -697,10 +693,10 @@ def test_an_attribute_is_compared_if_another_of_its_name_is_set_elsewhere():
         return loss
 
     loss = made(1.0)
-    described = state.plain(describe(loss))
+    described = plain(describe(loss))
     loss(1.0, 0.5)
-    assert not state.differences(described, state.plain(describe(loss)))
-    assert state.differences(described, state.plain(describe(made(5.0))))
+    assert not differences(described, plain(describe(loss)))
+    assert differences(described, plain(describe(made(5.0))))
 
 
 CALLS = 0
@@ -786,7 +782,7 @@ def test_values_that_a_layer_only_records_may_differ():
         layer(X)
         return describe(layer)
 
-    assert not state.differences(of(), of())
+    assert not differences(of(), of())
 
 
 # The arguments of Trainer, each with another value. One that is not in this table, or in no
@@ -865,7 +861,7 @@ def test_settings_of_keras_are_compared(name, value):
         now = description(trainer_of())
     finally:
         getattr(keras.config, f"set_{name}")(before)
-    assert f"batch plan.{name}: {before} was saved, now {value}" in state.differences(was, now)
+    assert f"batch plan.{name}: {before} was saved, now {value}" in differences(was, now)
 
 
 def test_code_of_another_python_is_not_compared():
@@ -875,7 +871,7 @@ def test_code_of_another_python_is_not_compared():
         .replace(f"of Python 3.{sys.version_info[1]}", "of Python 3.99")
         .replace('"code": "', '"code": "0')
     )
-    assert was != other and not state.differences(was, other)
+    assert was != other and not differences(was, other)
 
 
 # Other processes, and trainings that are resumed.
@@ -885,7 +881,7 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import keras
 import test_run_fingerprint as tests
-from fastaccum.adapters.fingerprint import describe
+from fastaccum.fingerprint.objects import describe
 
 made = {what: tests.description(make(1.0)) for what, make in tests.MADE.items()}
 for kind in tests.KINDS:
@@ -910,7 +906,7 @@ def test_another_process_describes_the_same(tmp_path):
         subprocess.run(arguments, env=environment, check=True, cwd=os.path.dirname(__file__))
     first, second = (json.loads((tmp_path / seed).read_text()) for seed in ("1", "2"))
     assert len(first) > 250
-    assert not state.differences(first, second)
+    assert not differences(first, second)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import hashlib
 import inspect
 import math
-import os
-import platform
-import sys
 import types
 import zlib
 from collections.abc import Iterable, Sequence
@@ -20,14 +16,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.basics.attributes import kinds, package
+from fastaccum.basics.attributes import kinds
+from fastaccum.fingerprint import bytecode
 from fastaccum.kernels import private
-
-# Packages whose code is not described, as the number of their version tells it apart.
-_VERSIONED = ("keras", "tf_keras", "tensorflow", "fastaccum", "numpy", "builtins", "functools")
-
-# Parts of the paths of code that was installed, or came with Python.
-_INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
 
 # Methods that run in each step: what they set follows from the rest of an object.
 _RUN = ("call", "__call__", "update_state", "update_step")
@@ -54,17 +45,6 @@ class _Scope(NamedTuple):
     met: dict[int, object]  # objects that were described, by id
     shapes: Sequence[list] = ()  # of the inputs that the layer around it was built for
     concealed: bool = False  # texts may be secrets
-
-
-class _Code(NamedTuple):
-    """The content of a function's code, and of the functions within it."""
-
-    instructions: str
-    names: frozenset[str]  # attributes and texts that it reads
-    loaded: frozenset[str]  # globals that it only reads
-    # Globals and attributes that it sets; as "object.attribute" where a variable other than the
-    # first argument holds the object.
-    stored: frozenset[str]
 
 
 def describe(thing: object, known: Iterable[object] = ()) -> Any:
@@ -98,7 +78,7 @@ def _describe(value: Any, scope: _Scope) -> Any:
         return _describe(repr(value), scope)
     if isinstance(value, (float, complex, range, slice)):
         return repr(value)
-    if isinstance(value, types.ModuleType) and _is_installed(value.__name__):
+    if isinstance(value, types.ModuleType) and bytecode.is_installed(value.__name__):
         return value.__name__
 
     name = _get(value, "__qualname__") or type(value).__qualname__
@@ -109,7 +89,7 @@ def _describe(value: Any, scope: _Scope) -> Any:
     scope.met[id(value)] = value
 
     if isinstance(value, (types.MethodType, types.FunctionType, types.BuiltinFunctionType)):
-        function = _function(value)
+        function = bytecode.find_function(value)
         if function is None:
             return name
         owner = getattr(value, "__self__", None)
@@ -125,9 +105,7 @@ def _describe(value: Any, scope: _Scope) -> Any:
     if not isinstance(value, type):
         return description | _parts(value, scope)
 
-    methods = _methods(value)
-    users = [m for m in methods if m.__name__ != "__init__" and not _is_installed(_module(m))]
-    return description | _describe_class(value, methods, users, scope)
+    return description | _describe_class(value, scope)
 
 
 def _describe_text(value: str, scope: _Scope) -> str:
@@ -148,19 +126,20 @@ def _describe_array(array: np.ndarray, scope: _Scope) -> Any:
     return f"{array.dtype}{array.shape} of checksum {checksum}"
 
 
-def _describe_class(
-    kind: type,
-    methods: list[types.FunctionType],
-    users: list[types.FunctionType],
-    scope: _Scope,
-) -> dict[str, Any]:
-    """Describes a class by what it holds of what the `users` of its methods read, and by code."""
-    codes = [_read(method.__code__) for method in users]
-    read = scope.names.union(*(code.names for code in codes))
-    names = read.difference(*(code.stored for code in codes))
+def _describe_class(kind: type, scope: _Scope) -> dict[str, Any]:
+    """Describes a class by its code, and by what it holds of what the user's methods read."""
+    methods = bytecode.methods(kind)
+    names = set(scope.names)
+    names_set: set[str] = set()
+    for method in methods:
+        if bytecode.is_users(method):
+            content = bytecode.read(method.__code__)
+            names |= content.names
+            names_set |= content.stored
+    names -= names_set
     attributes = _class_attributes(kind.__mro__)
     attributes_read = {name: attributes[name] for name in sorted(names & attributes.keys())}
-    description = _describe(attributes_read, scope._replace(names=names))
+    description = _describe(attributes_read, scope._replace(names=frozenset(names)))
     return description | _coded(methods, scope.met)
 
 
@@ -210,7 +189,7 @@ def _get(value: Any, name: str, default: Any = None) -> Any:
 
 def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
     """Describes an object by its configuration, attributes and code."""
-    methods = _methods(type(value))
+    methods = bytecode.methods(type(value))
     config = _config(value)
     # A configuration is empty where its `get_config` raises, as where an argument has none.
     failed = not config and _get(value, "get_config") is not None
@@ -218,13 +197,15 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
     names_read: set[str] = set()
     names_set: set[str] = set()
     for method in methods:
-        is_compared = failed or not _is_installed(_module(method))
-        if method.__name__ == "__init__" or not is_compared:
+        is_compared = bytecode.is_users(method)
+        if failed:
+            is_compared = method.__name__ != "__init__"
+        if not is_compared:
             continue
-        code = _read(method.__code__)
-        names_read |= code.names
+        content = bytecode.read(method.__code__)
+        names_read |= content.names
         if method.__name__ in _RUN:
-            names_set |= code.stored
+            names_set |= content.stored
     names = (scope.names | names_read) - names_set
 
     classes = value.__class__.__mro__
@@ -243,7 +224,7 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
 
     attribute_names: list[str] = []
     attributes = _class_attributes(classes) | getattr(value, "__dict__", {})
-    is_users = any(not _is_installed(_module(kind)) for kind in classes)
+    is_users = any(bytecode.is_of_user(kind) for kind in classes)
     if is_users or failed or not config:  # else the configuration says it all
         attribute_names = sorted((names & attributes.keys()) - config.keys())
 
@@ -259,11 +240,11 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
 
 def _class_attributes(classes: Sequence[type]) -> dict[str, object]:
     """Returns what a user's classes hold besides functions; the first class of several wins."""
-    users = [kind for kind in reversed(classes) if not _is_installed(_module(kind))]
+    users = [kind for kind in reversed(classes) if bytecode.is_of_user(kind)]
     attributes = {}
     for kind in users:
         for name, member in vars(kind).items():
-            if _function(member) is None:
+            if bytecode.find_function(member) is None:
                 attributes[name] = member
     return attributes
 
@@ -335,29 +316,6 @@ def _without_names(config: Any) -> Any:
     return config
 
 
-def _methods(kind: type) -> list[types.FunctionType]:
-    """Lists the functions of a class and its bases whose packages no version tells apart."""
-    functions = []
-    for base in kind.__mro__:
-        for name in sorted(vars(base)):
-            function = _function(vars(base)[name])
-            if function is not None:
-                functions.append(function)
-    return functions
-
-
-def _function(member: object) -> types.FunctionType | None:
-    """Finds the function of a method, a property or a static method.
-
-    The result is None for what is no function, and where a version tells its package apart.
-    """
-    for name in ("fget", "__func__", "func"):
-        member = getattr(member, name, member)
-    if isinstance(member, types.FunctionType) and package(member) not in _VERSIONED:
-        return member
-    return None
-
-
 def _coded(functions: list[types.FunctionType], met: dict[int, object]) -> dict[str, object]:
     """Describes functions by a checksum of their code, and by what the user's read.
 
@@ -367,121 +325,17 @@ def _coded(functions: list[types.FunctionType], met: dict[int, object]) -> dict[
     if not functions:
         return {}
 
-    instructions = [_read(function.__code__).instructions for function in functions]
-    digest = hashlib.sha256(repr(instructions).encode()).hexdigest()
-    python = platform.python_version().rpartition(".")[0]
-    description: dict[str, object] = {"code": f"{digest[:12]} of Python {python}"}
-
+    description: dict[str, object] = {"code": bytecode.checksum(functions)}
     for function in functions:
-        if function.__name__ == "__init__" or _is_installed(_module(function)):
+        if not bytecode.is_users(function):
             continue
-        code = _read(function.__code__)
-        names = code.names - code.stored
-        for variable, value in _variables(function, names).items():
-            prefix = f"{variable}."
+        content = bytecode.read(function.__code__)
+        names = content.names - content.stored
+        for variable, value in bytecode.variables(function, names).items():
             set_on_it = {
-                name.removeprefix(prefix) for name in code.stored if name.startswith(prefix)
+                attribute.name for attribute in content.stored_on if attribute.variable == variable
             }
             scope = _Scope(names - set_on_it, met, concealed=True)
             key = f"{function.__name__} reads {variable}"
             description[key] = _describe(value, scope)
     return description
-
-
-def _variables(function: types.FunctionType, names: frozenset[str]) -> dict[str, object]:
-    """Returns a function's globals, closure and defaults by name.
-
-    Of a table of settings, only those are returned whose keys are among the `names` that the code
-    reads, if there are any.
-    """
-    variables = {}
-    held = function.__globals__
-    for name in sorted(_read(function.__code__).loaded & held.keys()):
-        variables[name] = held[name]
-
-    cells = function.__closure__ or ()
-    for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-        if name != "__class__" and cell != types.CellType():  # an empty cell
-            variables[name] = cell.cell_contents
-
-    positional = function.__defaults__ or ()
-    by_keyword = function.__kwdefaults__ or {}
-    defaults = (*positional, *by_keyword.values())
-    if defaults:
-        variables["defaults"] = defaults
-
-    for name, value in variables.items():
-        if isinstance(value, dict):
-            settings = names & value.keys()
-            if settings:
-                variables[name] = {key: value[key] for key in sorted(settings)}
-    return variables
-
-
-@functools.cache
-def _read(code: types.CodeType) -> _Code:
-    """Reads the instructions of code, and which names they read and set."""
-    text = []
-    names: set[str] = set()
-    loaded: set[str] = set()
-    stored: set[str] = set()
-    holder = ""  # the variable that the instruction before put on the stack
-    for instruction in dis.get_instructions(code):
-        operation = instruction.opname
-        value = instruction.argval
-        if isinstance(value, types.CodeType):
-            inner = _read(value)
-            value = inner.instructions
-            names |= inner.names
-            loaded |= inner.loaded
-            stored |= inner.stored
-
-        if operation in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-            names.add(value)
-        if operation == "LOAD_CONST" and isinstance(value, str):
-            names.add(value)
-        if "GLOBAL" in operation:
-            loaded.add(value)
-        if operation == "STORE_GLOBAL":
-            stored.add(value)
-        if operation == "STORE_ATTR":
-            attribute = f"{holder}.{value}" if holder else value
-            stored.add(attribute)
-
-        holder = ""
-        if operation.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")):
-            variable = value[-1] if isinstance(value, tuple) else value  # some load two
-            if variable not in (*code.co_varnames[:1], "self"):
-                holder = variable
-
-        if isinstance(value, frozenset):  # its order is another in each process
-            text.append((operation, sorted(map(repr, value))))
-        else:
-            text.append((operation, value))
-    return _Code(
-        instructions=repr(text),
-        names=frozenset(names),
-        loaded=frozenset(loaded - stored),
-        stored=frozenset(stored),
-    )
-
-
-def _module(thing: Any) -> str | None:
-    """Names the module that defines a class or function.
-
-    The result is None where it only says so, as `functools.wraps` copies the name.
-    """
-    if not package(thing):
-        return None
-    return thing.__module__
-
-
-@functools.cache
-def _is_installed(module: str | None) -> bool:
-    """Tells if a module is of an installed package or of Python, so not of the user's program."""
-    name = module or ""
-    root = name.partition(".")[0]
-    if root in _VERSIONED or module in sys.builtin_module_names:
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return any(folder in file for folder in _INSTALLED)

@@ -1,0 +1,1 @@
+"""Descriptions of a run that workers and checkpoints compare, alike in every process."""
