@@ -1,4 +1,4 @@
-"""Reads the objects that Keras reads batches from."""
+"""Reads batches from Keras's PyDatasets, generators and PyTorch's loaders."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class EpochBatches(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        return None if self._stop is None else self._stop - self._start
+        if self._stop is None:
+            return None
+        return self._stop - self._start
 
     def __getitem__(self, index: int) -> Any:
         if os.getpid() != self._process and threading.current_thread() is threading.main_thread():
@@ -65,7 +67,9 @@ class EpochBatches(keras.utils.PyDataset):
             # for without end.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         index += self._start
-        return self.batches[index if self._order is None else self._order[index]]
+        if self._order is not None:
+            index = self._order[index]
+        return self.batches[index]
 
     def reset(self) -> None:
         """Goes to the start of a pass, as Keras's `fit` and `evaluate` do before they read."""
@@ -75,9 +79,7 @@ class EpochBatches(keras.utils.PyDataset):
         self._start_pass()
 
     def begin_epoch(self) -> None:
-        """Calls the PyDataset's hook, draws the order where a pass begins, and finds the epoch's
-        batches.
-        """
+        """Calls the PyDataset's hook, and draws the order of the batches where a pass begins."""
         starts_pass = not self._epochs_of_pass
         if self.shuffled and starts_pass:
             self._random = random.getstate()
@@ -88,15 +90,15 @@ class EpochBatches(keras.utils.PyDataset):
             random.shuffle(self._order)
         if self.begins_anew:
             self._length = length
-        stops = [] if length is None else [length, self._length]  # in Keras a pass never grows
+        stops = []
+        if length is not None:
+            stops += [length, self._length]  # in Keras a pass never grows
         if self.batches_per_epoch is not None:
             stops.append(self._start + self.batches_per_epoch)
         self._stop = min(stops, default=None)
 
     def end_epoch(self) -> None:
-        """Calls the PyDataset's hook; the next epoch goes on behind this one's batches, or begins a
-        pass.
-        """
+        """Calls the PyDataset's hook, and finds where the next epoch begins."""
         length = self.batches.num_batches
         pass_ended = length is not None and self._stop >= min(length, self._length)
         self.batches.on_epoch_end()
@@ -110,18 +112,21 @@ class EpochBatches(keras.utils.PyDataset):
         """Returns what `replay` needs beside the number of epochs."""
         if not self.shuffled:
             return {}
-        return {"random": self._random or random.getstate(), "epochs_of_pass": self._epochs_of_pass}
+        state = random.getstate() if self._random is None else self._random
+        return {"random": state, "epochs_of_pass": self._epochs_of_pass}
 
     def replay(self, epochs: int, place: dict[str, Any]) -> None:
-        """Repeats the calls of epochs that had ended; Python's `random` then is in the state of the
-        `place`.
+        """Repeats the calls of epochs that had ended, and restores Python's `random`.
+
+        The pass that the place is in draws its order from the state that the place holds.
         """
+        first_of_pass = epochs - place.get("epochs_of_pass", 0)
         for epoch in range(epochs):
-            if epoch == epochs - place.get("epochs_of_pass", 0):
+            if epoch == first_of_pass:
                 _set_random_state(place)
             self.begin_epoch()
             self.end_epoch()
-        if not place.get("epochs_of_pass"):
+        if first_of_pass == epochs:
             _set_random_state(place)
 
     def _start_pass(self) -> None:
@@ -139,15 +144,16 @@ def _set_random_state(place: dict[str, Any]) -> None:
 
 
 def wrap_sequence(x: Any) -> Any:
-    """Wraps a `tf_keras.utils.Sequence` as a `keras.utils.PyDataset`, and returns anything else as
-    it is.
-    """
-    return _Sequence(x) if "tf_keras.Sequence" in kinds(x) else x
+    """Wraps a `tf_keras.utils.Sequence` as a `keras.utils.PyDataset`; other data stay."""
+    if "tf_keras.Sequence" in kinds(x):
+        return _Sequence(x)
+    return x
 
 
 def is_read_once(x: object) -> bool:
-    """Tells if `x` can be read only once; ImageDataGenerator's iterators, which number their
-    batches, can be again.
+    """Tells if `x` can be read only once.
+
+    The iterators of an ImageDataGenerator, which number their batches, can be read again.
     """
     return hasattr(x, "__next__") and not isinstance(wrap_sequence(x), keras.utils.PyDataset)
 
@@ -160,9 +166,7 @@ class PythonData(NamedTuple):
 
 
 def read_python(x: Any) -> PythonData:
-    """Returns the batches of a PyDataset, generator or torch DataLoader; those of one epoch for
-    `EpochBatches`.
-    """
+    """Returns the batches of a PyDataset, generator or DataLoader; of an epoch's `EpochBatches`."""
     adapter = private.data_adapters.get_data_adapter(x)
     dataset = adapter.get_tf_dataset()
     if adapter.num_batches is not None and not isinstance(x, EpochBatches):
@@ -173,7 +177,7 @@ def read_python(x: Any) -> PythonData:
             yield from adapter.get_numpy_iterator()
         finally:
             workers = getattr(adapter, "enqueuer", None)
-            if workers is not None:  # which go on reading if the pass is left in its middle
+            if workers is not None:  # they go on reading if the pass is left in its middle
                 workers.stop()
 
     return PythonData(dataset, begin_pass)

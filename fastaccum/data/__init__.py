@@ -1,3 +1,1 @@
-"""Arrays, tf.data, PyDatasets and generators as stacks of micro-batches, and where a pass over them
-stands.
-"""
+"""Arrays, tf.data, PyDatasets and generators as stacks of micro-batches, and the place in them."""

@@ -274,9 +274,7 @@ def _ahead(items: Iterator[Dispatch], depth: int = PREFETCH) -> Iterator[Dispatc
 
 
 def split(arrays: tuple, fraction: float, text: bool = False) -> tuple[tuple, tuple]:
-    """Splits off the last `fraction` of the rows of every array, as Keras's `validation_split`
-    does.
-    """
+    """Splits off the last `fraction` of all arrays' rows, as Keras's `validation_split` does."""
     if not rows.is_array_nest(arrays[0]):
         raise ValueError(
             f"validation_split={fraction} needs arrays, but x is a {type(arrays[0]).__name__}: "

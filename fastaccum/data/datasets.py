@@ -1,6 +1,4 @@
-"""Batches of tf.data, PyDatasets and generators as stacks of micro-batches: padded, marked, and
-nothing dropped.
-"""
+"""Batches of tf.data, PyDatasets and generators as stacks of micro-batches."""
 
 from __future__ import annotations
 
@@ -27,6 +25,7 @@ from fastaccum.data.stacks import (
     Layout,
     Place,
     Position,
+    count_rows,
     group_steps,
     warn_short,
 )
@@ -131,7 +130,9 @@ class DatasetSource:
     def most_rows(self, workers: int) -> int | None:
         """Returns None; raises ValueError for batches that Python code cuts or workers share."""
         if self.origin.python or workers > 1:
-            among = f"which {workers} workers share" if workers > 1 else "of its own"
+            among = "of its own"
+            if workers > 1:
+                among = f"which {workers} workers share"
             raise ValueError(
                 f"{self.what} yields batches {among}, and batch_size='auto' cannot cut them "
                 "anew: pass one to fastaccum.plan(trainer, (x, y), global_batch_size=...), "
@@ -186,7 +187,7 @@ class DatasetStacks:
         self.layout = _own_shards(layout, source.dataset, source.what)
 
         # Epochs: so many steps, or passes.
-        self._given_steps = steps_per_epoch or 0
+        self._steps_asked_for = steps_per_epoch or 0
         self._epochs = source.origin.epochs
         if self._epochs is not None and steps_per_epoch:
             self._epochs.batches_per_epoch = steps_per_epoch * layout.accumulation
@@ -195,7 +196,9 @@ class DatasetStacks:
         if steps_per_epoch is None and batches == tf.data.INFINITE_CARDINALITY:
             counted = ", counted in train steps" if source.origin.steps == "steps_per_epoch" else ""
             raise ValueError(f"{self.what} is infinite: pass {source.origin.steps}{counted}.")
-        steps_per_pass = math.ceil(batches / layout.accumulation) if batches > 0 else None
+        steps_per_pass = None
+        if batches > 0:
+            steps_per_pass = math.ceil(batches / layout.accumulation)
         self.has_known_end = steps_per_pass is not None
         self.steps_per_epoch = steps_per_epoch or steps_per_pass
 
@@ -300,8 +303,8 @@ class DatasetStacks:
         if rows_of_first != full_rows:
             batches = f"batches of {full_rows} / gradient_accumulation_steps rows"
             return f"a train step would be of {rows_of_first} rows: {batches} would do"
-        *before_last, _ = begun.rows or [0]
-        if sum(begun.rows) != place["rows"] or any(rows != full_rows for rows in before_last):
+        differs_before_last = any(rows != full_rows for rows in begun.rows[:-1])
+        if sum(begun.rows) != place["rows"] or differs_before_last:
             return (
                 f"its {begun.dropped} train steps so far, of {place['rows']} rows, would end with "
                 f"{begun.rows[-3:]} rows"
@@ -322,8 +325,10 @@ class DatasetStacks:
         """Yields an iterator of dispatches for each epoch, from a position on."""
         held, ended = self._passes.pop_prefetched()
         if not self._full_rows:
-            rest = iter(()) if ended else self._pass()
-            self._rest = itertools.chain(held, rest)
+            if ended:
+                self._rest = iter(held)
+            else:
+                self._rest = itertools.chain(held, self._pass())
         done = at.step
         while not self._exhausted():
             yield self._passes.mark_consumed(group_steps(self._epoch(done), self.layout))
@@ -331,7 +336,7 @@ class DatasetStacks:
 
     def _exhausted(self) -> bool:
         """Tells if data that is read once has no step left for an epoch."""
-        if not (self._read_once and self._given_steps):
+        if not (self._read_once and self._steps_asked_for):
             return False
         first = next(self._rest, None)
         if first is not None:
@@ -342,9 +347,12 @@ class DatasetStacks:
 
     def _epoch(self, done: int) -> Iterator[Dispatch]:
         """Yields the steps of an epoch after the first `done`, as Keras at most those of a pass."""
-        wanted = self._given_steps - done if self._given_steps else None
-        # A PyDataset's epochs end by themselves.
-        limit = wanted if self._epochs is None else None
+        wanted = None
+        if self._steps_asked_for:
+            wanted = self._steps_asked_for - done
+        limit = None  # a PyDataset's epochs end by themselves
+        if self._epochs is None:
+            limit = wanted
         taken = 0
         while True:
             for step in itertools.islice(self._rest, limit):
@@ -366,7 +374,7 @@ class DatasetStacks:
                 f"steps_per_epoch={self.steps_per_epoch}. Ask for fewer, or pass a dataset with "
                 ".repeat()."
             )
-        warn_short(self.what, done + taken, self._given_steps)
+        warn_short(self.what, done + taken, self._steps_asked_for)
 
     def _begin_pass(self) -> BegunPass:
         """Begins a pass and drops the steps that were done of it."""
@@ -385,7 +393,8 @@ class DatasetStacks:
     def _pass(self) -> Iterator[Dispatch]:
         begun = self._begin_pass()
         rows = sum(begun.rows)
-        has_all = len(begun.rows) == begun.dropped > 0  # what ended before has an error of its own
+        # A pass that ended before has an error of its own.
+        has_all = begun.dropped > 0 and len(begun.rows) == begun.dropped
         if has_all and rows != self._passes.rows and not self._sharded_by_workers:
             raise ValueError(
                 f"{self.what}: the {begun.dropped} train steps of this pass that were done before "
@@ -406,8 +415,9 @@ class DatasetStacks:
 
     def _steps(self, steps: Iterator[StepBatches]) -> Iterator[Dispatch]:
         rows_of_last = self._full_rows
+        names = f"{self.what}: x, y and sample_weight"
         for batches, lengths in steps:
-            rows = sum(count(f"{self.what}: x, y and sample_weight", batch) for batch in batches)
+            rows = sum(count(names, batch) for batch in batches)
             if not rows:
                 raise ValueError(
                     f"{self.what} yielded only batches without rows in a whole train step."
@@ -423,9 +433,10 @@ class DatasetStacks:
                 )
             rows_of_last = rows if self._full_rows else 0
             place = self._passes.mark()
-            stacks, apart = self._sizes.arrange(batches, lengths)
-            sharded = tuple(self.layout.shard(stack) for stack in stacks)
-            yield self._passes.read(Dispatch(sharded, rows=rows, by_micro_batch=apart), rows, place)
+            arranged = self._sizes.arrange(batches, lengths)
+            stacks = tuple(self.layout.shard(stack) for stack in arranged.stacks)
+            step = Dispatch(stacks, rows=rows, by_micro_batch=arranged.by_micro_batch)
+            yield self._passes.read(step, rows, place)
         if not self._passes.steps:
             raise ValueError(f"{self.what} yielded no batch: there is nothing to work on.")
         self._passes.end()
@@ -454,10 +465,15 @@ class DatasetStacks:
             for batch, lengths in batches:
                 yield StepBatches([batch], lengths.numpy().tolist())
             return
-        while step := list(itertools.islice(batches, self.layout.accumulation)):
-            lengths = [int(tf.nest.flatten(batch)[0].shape[0]) for batch in step]
+        while True:
+            step = list(itertools.islice(batches, self.layout.accumulation))
+            if not step:
+                return
+            lengths = [count_rows(batch) for batch in step]
             with_rows = list(itertools.compress(step, lengths))
-            yield StepBatches(with_rows or step[:1], lengths)
+            if not with_rows:
+                with_rows = step[:1]  # `_steps` raises for a step without rows
+            yield StepBatches(with_rows, lengths)
 
 
 def _joins_rows(source: DatasetSource) -> bool:
@@ -524,14 +540,12 @@ def _pool(batch: Batch) -> tuple[Batch, tf.Tensor]:
     else:
         lengths = tf.fill([tf.shape(first)[0]], tf.shape(first)[1])
 
-    def rows(t):
-        return (
-            t.values
-            if isinstance(t, tf.RaggedTensor)
-            else tf.reshape(t, tf.concat([[-1], tf.shape(t)[2:]], 0))
-        )
+    def join(tensor):
+        if isinstance(tensor, tf.RaggedTensor):
+            return tensor.values
+        return tf.reshape(tensor, tf.concat([[-1], tf.shape(tensor)[2:]], 0))
 
-    return tf.nest.map_structure(rows, batch), lengths
+    return tf.nest.map_structure(join, batch), lengths
 
 
 def _dense(tensor: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor | tf.RaggedTensor:
@@ -542,10 +556,12 @@ def _dense(tensor: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor |
 
 
 def _require_batched(spec: Batch, what: str, needs_targets: bool, text: bool) -> None:
+    """Raises ValueError or TypeError for elements that are no batches of numbers, or of text."""
     if needs_targets and not tf.nest.flatten(spec.y):
         raise ValueError(
             f"{what} yields no targets: it must yield (x, y) or (x, y, sample_weight)."
         )
+    inputs = tf.nest.flatten(spec.x)
     for leaf in tf.nest.flatten(spec):
         if isinstance(leaf, _SPEC_OF_NONE):
             raise ValueError(
@@ -553,12 +569,10 @@ def _require_batched(spec: Batch, what: str, needs_targets: bool, text: bool) ->
             )
         if not isinstance(leaf, tf.TensorSpec):
             raise TypeError(f"{what} yields {leaf}: {DENSE}")
-        is_text = (
-            text
-            and leaf.dtype == tf.string
-            and any(leaf is each for each in tf.nest.flatten(spec.x))
-        )
-        if not (is_text or leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool):
+        is_input = any(leaf is spec_of_input for spec_of_input in inputs)
+        is_text = text and is_input and leaf.dtype == tf.string
+        is_number = leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
+        if not (is_text or is_number):
             raise TypeError(f"{what} yields dtype {leaf.dtype.name}: {NUMBERS}")
         if leaf.shape.rank is None:
             raise ValueError(

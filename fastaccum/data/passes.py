@@ -59,10 +59,10 @@ def used_up(origin: Origin) -> ValueError:
 class Passes:
     """Reads a dataset of `structure` pass by pass, and knows its place in it.
 
-    The place is what was consumed, not what was prefetched: TensorFlow's iterator state. Where
-    there is none (Python code, several shuffles, a cache of shuffled elements), and where other
-    processes read the same (`alike`), it is the number of steps, which are read again and dropped.
-    `steps` and `rows` count this pass.
+    The place is behind what was consumed, not behind what was prefetched. It is TensorFlow's
+    iterator state, or the number of steps, which are read again and dropped. The number is used
+    where there is no such state (Python code, several shuffles, a cache of shuffled elements), and
+    where other processes read the same (`alike`). `steps` and `rows` count this pass.
     """
 
     def __init__(
@@ -80,11 +80,10 @@ class Passes:
         self._sizes = sizes  # what the steps so far have shown, a part of the place
         self.tracked = False  # True if the place will be asked for
 
-        # Counts: of this pass; of passes that ended; of steps to drop of the next one.
-        self.steps = 0
+        self.steps = 0  # of this pass
         self.rows = 0
-        self._ended = 0
-        self._skip = 0
+        self._ended = 0  # passes
+        self._skip = 0  # steps to drop of the next pass
 
         self._iterator: Any = None
         self._resumed: tf.data.Iterator | None = None  # in the state that a checkpoint had
@@ -195,6 +194,7 @@ class Passes:
             for j, stack in enumerate(step.stacks):
                 for k, leaf in enumerate(tf.nest.flatten(stack)):
                     tensors[f"held/{i}/{j}/{k}"] = leaf
+        # The keys are those of the checkpoints' format.
         place = {
             **self.mark(),
             "given": place_of_consumed,
@@ -287,8 +287,8 @@ class Passes:
         if self._start is not None:
             self._deserialized(self._start)
         self._held_marks = saved["held_marks"]
-        kinds_of_held = zip(saved["held"], saved["held_apart"], saved["held_real"], strict=True)
-        for i, (count, apart, is_marked) in enumerate(kinds_of_held):
+        held = zip(saved["held"], saved["held_apart"], saved["held_real"], strict=True)
+        for i, (count, by_micro_batch, is_marked) in enumerate(held):
             structure = self._structure._replace(valid=0)
             if is_marked:
                 structure = structure._replace(real=self._structure.y)
@@ -297,7 +297,7 @@ class Passes:
             for j in range(count):
                 flat = [tensors[f"held/{i}/{j}/{k}"] for k in leaves]
                 stacks.append(tf.nest.pack_sequence_as(structure, flat))
-            self._held.append(Dispatch(tuple(stacks), by_micro_batch=apart))
+            self._held.append(Dispatch(tuple(stacks), by_micro_batch=by_micro_batch))
 
     def read_again(self, place: Place) -> Any:
         """Goes to a place by its number of steps.
@@ -384,8 +384,10 @@ def batch_size(dataset: tf.data.Dataset) -> int | None:
 
 
 def _unseeded(dataset: tf.data.Dataset) -> bool:
+    """Tells if a part of a pipeline shuffles without a seed."""
     for shuffle in _parts(dataset, "ShuffleDataset"):
-        if int(private.shuffle_seed(shuffle)) == 0 == int(private.shuffle_seed2(shuffle)):
+        seeds = int(private.shuffle_seed(shuffle)), int(private.shuffle_seed2(shuffle))
+        if seeds == (0, 0):
             return True
     return False
 

@@ -107,8 +107,10 @@ class PythonBatches:
                 yield self._checked_copy(element)
 
     def _checked_copy(self, element: Any) -> Any:
-        """Copies an element's arrays, which whoever yields them may write over; raises ValueError
-        for other shapes.
+        """Copies an element's arrays, which the code that yields them may write over.
+
+        Raises:
+            ValueError: raised if the element is of another structure or of other shapes.
         """
         try:
             tf.nest.assert_same_structure(self.spec, element)

@@ -1,6 +1,4 @@
-"""Arrays that hold dense numbers, in memory or as stacks made by hand, and their rows as
-tensors.
-"""
+"""Checks of arrays in memory and of stacks made by hand, and their rows as tensors."""
 
 from __future__ import annotations
 
@@ -34,21 +32,25 @@ def is_sparse(leaf: object) -> bool:
 
 
 class SparseRows:
-    """A sparse array (a tf.SparseTensor, SciPy's or JAX's), whose rows become dense as they are
-    taken.
-    """
+    """A sparse array (a tf.SparseTensor, SciPy's or JAX's) whose rows become dense when taken."""
 
     def __init__(self, array: Any):
         if isinstance(array, tf.SparseTensor):
-            indices, values = array.indices.numpy(), array.values.numpy()
-        elif hasattr(array, "tocoo"):
+            indices = array.indices.numpy()
+            values = array.values.numpy()
+        elif hasattr(array, "tocoo"):  # SciPy's
             array = array.tocoo()
-            indices, values = np.stack([array.row, array.col], -1), array.data
+            indices = np.stack([array.row, array.col], -1)
+            values = array.data
         else:
-            indices, values = np.asarray(array.indices), np.asarray(array.data)
+            indices = np.asarray(array.indices)
+            values = np.asarray(array.data)
+        self.shape = tuple(int(size) for size in array.shape)
+        self.dtype = values.dtype
+        # Entries in the order of rows; where those of each row start.
         order = np.argsort(indices[:, 0], kind="stable")
-        self._indices, self._values = indices[order], values[order]
-        self.shape, self.dtype = tuple(int(size) for size in array.shape), values.dtype
+        self._indices = indices[order]
+        self._values = values[order]
         self._starts = np.searchsorted(self._indices[:, 0], np.arange(self.shape[0] + 1))
 
     def __getitem__(self, rows: Any) -> np.ndarray:
@@ -69,12 +71,13 @@ def is_array_nest(x: object) -> bool:
     if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__"):
         return False
     leaves = tf.nest.flatten(x)
-    return bool(leaves) and all(
-        hasattr(leaf, "__array__")
-        or is_sparse(leaf)
-        or isinstance(leaf, (tf.RaggedTensor, SparseRows, int, float, str, bytes))
-        for leaf in leaves
-    )
+    return bool(leaves) and all(map(_is_array, leaves))
+
+
+def _is_array(leaf: object) -> bool:
+    if isinstance(leaf, (tf.RaggedTensor, SparseRows, int, float, str, bytes)):
+        return True
+    return hasattr(leaf, "__array__") or is_sparse(leaf)
 
 
 def as_arrays(batch: tuple, text: bool = False) -> Batch:
@@ -87,15 +90,14 @@ def as_arrays(batch: tuple, text: bool = False) -> Batch:
 
 
 def without_none(batch: Sequence[Any]) -> list[Any]:
-    """Returns inputs, and nests of targets and weights with (), a nest without leaves, for None."""
-    x, *others = batch
-    return [
-        x,
-        *(
-            tf.nest.map_structure(lambda leaf: () if leaf is None else leaf, nest)
-            for nest in others
-        ),
-    ]
+    """Returns inputs, targets and weights with an empty tuple for each None but in the inputs."""
+
+    def replace_none(leaf):
+        return () if leaf is None else leaf
+
+    inputs = batch[0]
+    targets_and_weights = batch[1:]
+    return [inputs, *(tf.nest.map_structure(replace_none, nest) for nest in targets_and_weights)]
 
 
 def as_tensors(name: str, nest: object, text: bool = False) -> Any:
@@ -104,31 +106,35 @@ def as_tensors(name: str, nest: object, text: bool = False) -> Any:
 
 
 def as_stack(stack: object, needs_targets: bool = True, text: bool = False) -> Batch:
-    """Converts (x, y) or (x, y, sample_weight) of arrays [micro-batches, rows, ...] to tensors; a
-    `Batch` stays.
+    """Converts (x, y) or (x, y, sample_weight) of arrays [micro-batches, rows, ...] to tensors.
+
+    A `Batch` is returned as it is.
     """
     if isinstance(stack, Batch):
         return stack
-    if not isinstance(stack, (tuple, list)) or not 1 + needs_targets <= len(stack) <= 3:
-        entries = f" of {len(stack)} entries" if isinstance(stack, (tuple, list)) else ""
-        raise ValueError(
-            "A train step takes (x, y) or (x, y, sample_weight); got "
-            f"{type(stack).__name__}{entries}."
-        )
+    expected = "A train step takes (x, y) or (x, y, sample_weight)"
+    if not isinstance(stack, (tuple, list)):
+        raise ValueError(f"{expected}; got {type(stack).__name__}.")
+    if not 1 + needs_targets <= len(stack) <= 3:
+        raise ValueError(f"{expected}; got {type(stack).__name__} of {len(stack)} entries.")
     if needs_targets and stack[1] is None:
         raise ValueError("y=None: a train step needs targets, as in (x, y).")
     for name, nest in zip(Batch._fields, stack, strict=False):
         checks.require_nest(name, nest)
-    batch = tf.nest.map_structure(
-        lambda leaf: take(leaf, ...), as_arrays((*stack, None)[: max(2, len(stack))], text)
-    )
+
+    parts = tuple(stack)
+    if len(parts) == 1:
+        parts = (*parts, None)
+    arrays = as_arrays(parts, text)
+    batch = tf.nest.map_structure(lambda leaf: take(leaf, ...), arrays)
     if not tf.nest.flatten(batch.x):
         raise ValueError(
             f"x={stack[0]!r} holds no array: a train step takes (x, y) or (x, y, sample_weight)."
         )
     trip_count(batch)
     shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
-    if len({shape[:2] for shape in shapes}) > 1 or len(shapes[0]) < 2 or 0 in shapes[0][:2]:
+    first_axes = {shape[:2] for shape in shapes}
+    if len(first_axes) > 1 or len(shapes[0]) < 2 or 0 in shapes[0][:2]:
         raise ValueError(
             "Every tensor of a stack has shape [micro-batches, rows, ...], the same first two "
             f"axes in all: {shapes}."
@@ -137,44 +143,50 @@ def as_stack(stack: object, needs_targets: bool = True, text: bool = False) -> B
 
 
 def count(what: str, batch: Batch) -> int:
-    """Counts the rows: the first axis of all arrays; raises ValueError if that differs between
-    them.
+    """Counts the rows: the first axis of all arrays.
+
+    Raises:
+        ValueError: raised if arrays differ in that.
     """
-    sizes = {
-        name: [int(t.shape[0]) for t in tf.nest.flatten(nest)]
-        for name, nest in batch._asdict().items()
-    }
-    sizes = {name: rows for name, rows in sizes.items() if rows}
-    first, *others = set(itertools.chain.from_iterable(sizes.values()))
-    if others:
+    rows_by_name = {}
+    for name, nest in batch._asdict().items():
+        rows = [int(t.shape[0]) for t in tf.nest.flatten(nest)]
+        if rows:
+            rows_by_name[name] = rows
+    counts = set(itertools.chain.from_iterable(rows_by_name.values()))
+    if len(counts) > 1:
         raise ValueError(
-            f"{what} have different numbers of rows: {sizes}. Pass one of each per example."
+            f"{what} have different numbers of rows: {rows_by_name}. Pass one of each per example."
         )
-    return first
+    return counts.pop()
 
 
 def _checked(name: str, leaf: object, text: bool = False) -> np.ndarray | tf.Tensor | SparseRows:
+    """Returns a leaf as an array of numbers, or of strings with `text`; raises for any other."""
     if isinstance(leaf, tf.RaggedTensor):
         raise TypeError(f"{name} holds a RaggedTensor: {DENSE}")
-    if isinstance(leaf, SparseRows) or is_sparse(leaf):
-        return leaf if isinstance(leaf, SparseRows) else SparseRows(leaf)
+    if isinstance(leaf, SparseRows):
+        return leaf
+    if is_sparse(leaf):
+        return SparseRows(leaf)
     if not hasattr(leaf, "__array__"):
         raise TypeError(
             f"{name} holds {leaf!r} ({type(leaf).__name__}); pass arrays, such as np.asarray(...)."
         )
     require_unmasked(name, leaf)
     with checks.naming(name):
-        array = (
-            tf.convert_to_tensor(leaf)
-            if isinstance(leaf, (tf.Tensor, tf.Variable))
-            else _as_numpy(leaf)
-        )
+        if isinstance(leaf, (tf.Tensor, tf.Variable)):
+            array = tf.convert_to_tensor(leaf)
+        else:
+            array = _as_numpy(leaf)
     try:
         dtype = _dtype(array)
-    except TypeError:  # datetimes, records, long doubles: TensorFlow has none
+    except TypeError:  # TensorFlow has no datetimes, records and long doubles
         dtype = None
     if dtype == tf.string and text:
-        return tf.convert_to_tensor(array if isinstance(array, tf.Tensor) else array.astype(object))
+        if not isinstance(array, tf.Tensor):
+            array = array.astype(object)
+        return tf.convert_to_tensor(array)
     if dtype is None or not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
         raise TypeError(f"{name} has dtype {array.dtype}: {NUMBERS}")
     if len(array.shape) == 0:
@@ -183,9 +195,12 @@ def _checked(name: str, leaf: object, text: bool = False) -> np.ndarray | tf.Ten
 
 
 def _dtype(array: np.ndarray | tf.Tensor) -> tf.DType | None:
-    if array.dtype != np.dtype(object) or isinstance(array, tf.Tensor):
+    """Returns TensorFlow's dtype; None for objects that are not all text."""
+    if isinstance(array, tf.Tensor) or array.dtype != np.dtype(object):
         return tf.as_dtype(array.dtype)
-    return tf.string if all(isinstance(each, (str, bytes)) for each in array.flat) else None
+    if all(isinstance(element, (str, bytes)) for element in array.flat):
+        return tf.string
+    return None
 
 
 def _as_numpy(leaf: Any) -> np.ndarray:
@@ -194,8 +209,10 @@ def _as_numpy(leaf: Any) -> np.ndarray:
     # As Keras does with pandas: a column of a Series, and one dtype for a table of numbers.
     if leaf.ndim == 1:
         return np.expand_dims(leaf.to_numpy(), -1)
-    mixed = len(set(leaf.dtypes)) > 1 and all(dtype.kind in "biuf" for dtype in leaf.dtypes)
-    return (leaf.astype(keras.config.floatx()) if mixed else leaf).to_numpy()
+    has_numbers = all(dtype.kind in "biuf" for dtype in leaf.dtypes)
+    if has_numbers and len(set(leaf.dtypes)) > 1:
+        leaf = leaf.astype(keras.config.floatx())
+    return leaf.to_numpy()
 
 
 def require_unmasked(name: str, leaf: object) -> None:
@@ -209,34 +226,35 @@ def require_unmasked(name: str, leaf: object) -> None:
 
 
 def model_dtype(array: np.ndarray | tf.Tensor | SparseRows) -> tf.DType:
-    """Returns the dtype in which an array reaches the model: for float64, Keras's default float, as
-    in Keras.
-    """
+    """Returns the dtype in which an array reaches the model: Keras's default float for float64."""
     dtype = tf.as_dtype(array.dtype)
-    return tf.as_dtype(keras.config.floatx()) if dtype == tf.float64 else dtype
+    if dtype == tf.float64:
+        return tf.as_dtype(keras.config.floatx())
+    return dtype
 
 
 def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
     """Takes rows of an array as a tensor; all of them for `...`."""
     if isinstance(array, tf.Tensor):
-        return tf.cast(array if rows is ... else tf.gather(array, rows), model_dtype(array))
+        taken = array if rows is ... else tf.gather(array, rows)
+        return tf.cast(taken, model_dtype(array))
     dtype = np.dtype(model_dtype(array).as_numpy_dtype)
     # Of an array that is not contiguous, `take` would copy the whole.
     if rows is ... or isinstance(array, SparseRows) or not array.flags.c_contiguous:
         return tf.convert_to_tensor(array[rows].astype(dtype, copy=False))
     if dtype.kind not in "fiu" or has_gpu():
         return tf.convert_to_tensor(array.take(rows, axis=0).astype(dtype, copy=False))
-    # Gathered to where TensorFlow can use it as it is: its own copy takes twice as long as the
-    # gather.
-    taken = _aligned((*rows.shape, *array.shape[1:]), dtype)
+    # Rows are gathered to where TensorFlow can use them as they are. A copy of TensorFlow's takes
+    # twice as long as the gather.
+    gathered = _aligned((*rows.shape, *array.shape[1:]), dtype)
     if array.dtype == dtype:
-        # "raise", the default, would gather into a buffer first
-        array.take(rows, axis=0, out=taken, mode="clip")
+        # With "raise", its default mode, `take` would gather into a buffer first.
+        array.take(rows, axis=0, out=gathered, mode="clip")
     else:
-        # `out` would first be cast to the array's dtype, with a warning where what is in memory is
-        # no number
-        taken[...] = array.take(rows, axis=0)
-    return tf.experimental.dlpack.from_dlpack(taken.__dlpack__())
+        # `take` would first cast `out` to the array's dtype, and warn where its memory holds no
+        # number.
+        gathered[...] = array.take(rows, axis=0)
+    return tf.experimental.dlpack.from_dlpack(gathered.__dlpack__())
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:

@@ -16,37 +16,55 @@ from fastaccum.data.stacks import Batch
 
 Source: TypeAlias = ArraySource | DatasetSource
 Stacks: TypeAlias = ArrayStacks | DatasetStacks
+# Rows of a micro-batch of arrays where none is named, as in Keras.
+DEFAULT_BATCH_SIZE = 32
 
 
 def make_data_source(
-    # nests of arrays; or, without y, a Dataset, PyDataset, Sequence, generator or DataLoader of
-    # batches
     x: Any,
     y: object = None,
     sample_weight: object = None,
     *,
     batch_size: int | None,
-    # arrays anew in every epoch, a PyDataset by batches; others keep their own order
     shuffle: bool = False,
     seed: int | None = None,
-    class_weight: dict[int, float] | None = None,  # multiplied into the sample weights
-    # whether a `y` of several axes holds class indices; None for not known
+    class_weight: dict[int, float] | None = None,
     sparse_labels: bool | None = False,
-    needs_targets: bool = True,  # False for a model whose loss is its own
-    text: bool = False,  # whether x may hold strings
-    # of a batch, for the model: arrays then keep their order
+    needs_targets: bool = True,
+    text: bool = False,
     preprocess: Callable[..., object] | None = None,
-    what: str = "x",  # the name of x in errors
-    steps: str = "steps_per_epoch",  # and of the argument that says how much of x is read at a time
+    what: str = "x",
+    steps: str = "steps_per_epoch",
 ) -> Source:
-    """Makes the source of the data in `x`; its method `stacks` makes the stacks of a layout."""
-    weigh = None if class_weight is None else functools.partial(_weigh, class_weight, sparse_labels)
+    """Makes the source of the data in `x`; its method `stacks` makes the stacks of a layout.
+
+    Args:
+        x: nests of arrays; or, without y, a Dataset, PyDataset, Sequence, generator or DataLoader
+            of batches.
+        y: targets beside arrays.
+        sample_weight: weights beside arrays.
+        batch_size: rows of a micro-batch of arrays; None for 32, as in Keras.
+        shuffle: shuffles arrays anew in every epoch, and a PyDataset by batches. Other data keep
+            their own order.
+        seed: of the order of arrays.
+        class_weight: factors of the sample weights, by class.
+        sparse_labels: tells if a `y` of several axes holds class indices; None for not known.
+        needs_targets: False for a model whose loss is its own.
+        text: tells if x may hold strings.
+        preprocess: prepares a batch for the model. Arrays then keep their order.
+        what: the name of x in errors.
+        steps: the name of the argument that says how much of x is read at a time.
+    """
+    weigh = None
+    if class_weight is not None:
+        weigh = functools.partial(_weigh, class_weight, sparse_labels)
     require_some(what, x)
     checks.require_nest("y", y)
     checks.require_nest("sample_weight", sample_weight)
     if preprocess is not None and not isinstance(x, tf.data.Dataset):
         x = _batches(x, y, sample_weight, batch_size, what)
-        y = sample_weight = None
+        y = None
+        sample_weight = None
     if rows.is_array_nest(x) or isinstance(x, (list, tuple, dict)):
         if y is None and needs_targets:
             raise ValueError(
@@ -55,13 +73,13 @@ def make_data_source(
         arrays = rows.as_arrays((x, y, sample_weight), text)
         if weigh is not None:
             rows.count(ArraySource.what, arrays)
-            weights = (
-                None if arrays.weights is None else rows.as_tensors("sample_weight", arrays.weights)
-            )
-            arrays = arrays._replace(sample_weight=weigh(rows.as_tensors("y", arrays.y), weights))
-        return ArraySource(
-            arrays, 32 if batch_size is None else batch_size, seed if shuffle else None
-        )
+            targets = rows.as_tensors("y", arrays.y)
+            weights = None
+            if arrays.weights is not None:
+                weights = rows.as_tensors("sample_weight", arrays.weights)
+            arrays = arrays._replace(sample_weight=weigh(targets, weights))
+        batch_size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
+        return ArraySource(arrays, batch_size, seed if shuffle else None)
     if y is not None or sample_weight is not None:
         raise ValueError(
             f"{what} ({type(x).__name__}) yields y and sample_weight itself: leave them out."
@@ -86,13 +104,10 @@ def require_some(what: str, x: object) -> None:
 
 
 def require_predictable(x: object, text: bool) -> None:
-    """Raises TypeError or ValueError for an x of no rows of numbers or text, or of unequal numbers
-    of rows.
-    """
+    """Raises TypeError or ValueError for arrays of no numbers or text, or of unequal rows."""
     require_some("x", x)
-    if rows.is_array_nest(x) and not any(
-        isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)
-    ):
+    is_ragged = any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x))
+    if rows.is_array_nest(x) and not is_ragged:
         rows.count("x: its arrays", rows.as_arrays((x, None, None), text))
 
 
@@ -102,11 +117,15 @@ def _batches(
     """Batches what a model's own preprocessing takes; a list is one tensor, as in KerasHub."""
 
     def tensors(nest):
+        if nest is None:
+            return ()
         if isinstance(nest, tuple):
             return tuple(map(tensors, nest))
         if isinstance(nest, dict):
-            return {name: tensors(each) for name, each in nest.items()}
-        return nest if isinstance(nest, tf.RaggedTensor) else tf.convert_to_tensor(nest)
+            return {name: tensors(part) for name, part in nest.items()}
+        if isinstance(nest, tf.RaggedTensor):
+            return nest
+        return tf.convert_to_tensor(nest)
 
     if not rows.is_array_nest(x):
         raise TypeError(
@@ -119,27 +138,32 @@ def _batches(
             "sample_weight without y: this model's preprocessor makes y and its weights from x. "
             "Leave sample_weight out, or pass y too."
         )
-    batch = Batch(*(() if each is None else tensors(each) for each in (x, y, sample_weight)))
-    if any(each.shape.rank == 0 for each in tf.nest.flatten(batch)):
+    batch = Batch(tensors(x), tensors(y), tensors(sample_weight))
+    if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(batch)):
         raise ValueError(
             f"{what} holds a scalar: the first axis must count examples, as in a list of strings."
         )
     rows.count(ArraySource.what, batch)
-    size = checks.whole_number("batch_size", 32 if batch_size is None else batch_size)
-    given = tuple(each for each in batch if not isinstance(each, tuple) or each)
-    return tf.data.Dataset.from_tensor_slices(given).batch(size)
+    batch_size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
+    size = checks.whole_number("batch_size", batch_size)
+    parts = [batch.x]
+    if y is not None:
+        parts.append(batch.y)
+    if sample_weight is not None:
+        parts.append(batch.sample_weight)
+    return tf.data.Dataset.from_tensor_slices(tuple(parts)).batch(size)
 
 
 @tf.autograph.experimental.do_not_convert  # `map` would, and warn of what it cannot
 def _weigh(
     class_weight: dict[int, float], sparse_labels: bool | None, y: Any, sample_weight: Any
 ) -> tf.Tensor:
-    """Multiplies sample weights by the factors of the classes in `y`, indices or one-hot; 1 for
-    other classes.
+    """Multiplies sample weights by the factors of the classes in `y`, indices or one-hot.
+
+    Classes without a factor keep their weights.
     """
-    targets, weights = (
-        [t for t in tf.nest.flatten(nest) if t is not None] for nest in (y, sample_weight)
-    )
+    targets = [t for t in tf.nest.flatten(y) if t is not None]
+    weights = [t for t in tf.nest.flatten(sample_weight) if t is not None]
     if not targets:
         raise ValueError(
             f"class_weight={class_weight} needs the labels as y, and there is none: weight the "
@@ -151,28 +175,39 @@ def _weigh(
             "sample_weight, by output, as in sample_weight={'a': weights_a[labels_a], 'b': "
             "weights_b[labels_b]}."
         )
-    labels = (y := targets[0])
+    y = targets[0]
+    labels = y
     if sparse_labels is None and y.shape.rank > 1 and y.shape[-1] != 1:
         raise ValueError(
             f"class_weight={class_weight} needs to know whether y of shape {tuple(y.shape)} "
             "holds class indices: name the loss 'sparse_categorical_crossentropy' or "
             "'categorical_crossentropy'."
         )
-    if not sparse_labels and y.shape.rank > 1:
-        if y.shape[-1] not in (None, 1) and max(class_weight) >= y.shape[-1]:
+    is_one_hot = not sparse_labels and y.shape.rank > 1
+    if is_one_hot and y.shape[-1] == 1:
+        labels = tf.squeeze(y, -1)
+    elif is_one_hot:
+        count = y.shape[-1]
+        if count is not None and max(class_weight) >= count:
             raise ValueError(
-                f"class_weight={class_weight} names class {max(class_weight)}, but y has "
-                f"{y.shape[-1]} classes, from 0 to {y.shape[-1] - 1}."
+                f"class_weight={class_weight} names class {max(class_weight)}, but y has {count} "
+                f"classes, from 0 to {count - 1}."
             )
-        labels = tf.argmax(y, -1) if y.shape[-1] != 1 else tf.squeeze(y, -1)
+        labels = tf.argmax(y, -1)
     classes = tf.constant(list(class_weight), tf.int64)
     factors = tf.constant(list(class_weight.values()), tf.float32)
-    matches = tf.cast(tf.round(tf.cast(labels, tf.float32)), tf.int64)[..., tf.newaxis] == classes
-    factor = tf.where(
-        tf.reduce_any(matches, -1), tf.reduce_sum(tf.cast(matches, tf.float32) * factors, -1), 1.0
-    )
+    indices = tf.cast(tf.round(tf.cast(labels, tf.float32)), tf.int64)
+    matches = indices[..., tf.newaxis] == classes
+    matched = tf.reduce_sum(tf.cast(matches, tf.float32) * factors, -1)
+    factor = tf.where(tf.reduce_any(matches, -1), matched, 1.0)
     if not weights:
         return factor
     weight = tf.cast(weights[0], tf.float32)
-    missing = factor.shape.rank - weight.shape.rank
-    return weight[(..., *[tf.newaxis] * missing)] * factor[(..., *[tf.newaxis] * -missing)]
+    rank = max(factor.shape.rank, weight.shape.rank)
+    return _with_rank(weight, rank) * _with_rank(factor, rank)
+
+
+def _with_rank(tensor: tf.Tensor, rank: int) -> tf.Tensor:
+    """Appends axes of length 1."""
+    missing = rank - tensor.shape.rank
+    return tensor[(..., *[tf.newaxis] * missing)]

@@ -1,6 +1,4 @@
-"""Stacks of micro-batches: what the compiled program takes, and how rows are cut, joined and padded
-into them.
-"""
+"""Stacks of micro-batches, which the compiled program takes, and how rows become stacks."""
 
 from __future__ import annotations
 
@@ -14,14 +12,18 @@ import tensorflow as tf
 from fastaccum.basics.attributes import Nest
 from fastaccum.basics.warnings import warn
 
-Place = dict[str, Any]  # of a fit in its data, as plain values: numbers, lists and dicts of them
+# The place of a fit in its data, as plain values: numbers, and lists and dicts of them.
+Place = dict[str, Any]
+# Micro-batches are filled up to this many sizes or lengths where the Trainer's `max_programs` is
+# "auto". Each is a program that XLA compiles for seconds.
+DEFAULT_MAX_PROGRAMS = 4
 
 
 class Batch(NamedTuple):
     """Inputs, targets, weights and validity: of one micro-batch [rows, ...], or of a stack of them.
 
-    A row that is not `valid` repeats a real one, to pad. What of a target is not `real` pads it
-    along its second axis. An empty tuple stands for "no weights", "every row is valid", "nothing is
+    A row that is not `valid` repeats a real one, to pad. Steps of a target that are not `real` pad
+    its second axis. An empty tuple stands for "no weights", "every row is valid", "nothing is
     padded".
     """
 
@@ -29,8 +31,7 @@ class Batch(NamedTuple):
     y: Nest
     sample_weight: Nest = ()
     valid: Any = ()
-    # like y: bool [rows], or [rows, length] of a target that is longer than what was given
-    real: Nest = ()
+    real: Nest = ()  # like y: bool [rows], or [rows, length] of a target that was padded
 
     @property
     def weights(self) -> Nest:
@@ -44,21 +45,25 @@ class Batch(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """Argument of one call of a program: stacks that make one step, or one stack [steps, ...] if
-    `is_multi_step`.
+    """Argument of one call of a program.
+
+    It holds the stacks of one train step, or one stack [steps, ...] if `is_multi_step`.
     """
 
     stacks: tuple[Batch, ...]
     steps: int = 1  # those beyond hold no valid row
     is_multi_step: bool = False
     rows: int = 0  # valid ones, of this process
-    # a program for each stack, of one micro-batch: such sizes seldom come together again
+    # True where each stack is one micro-batch, and a program computes it by itself: the sizes of a
+    # step's stacks seldom come together again.
     by_micro_batch: bool = False
 
     @property
     def size(self) -> int:
         """Counts the steps, also those that only fill up the last dispatch of an epoch."""
-        return trip_count(self.stacks) if self.is_multi_step else self.steps
+        if self.is_multi_step:
+            return trip_count(self.stacks)
+        return self.steps
 
 
 class Position(NamedTuple):
@@ -77,9 +82,7 @@ class Padding(Protocol):
         """The values for padded inputs to try."""
 
     def is_same(self, given: Batch, padded: Batch, thoroughly: bool) -> bool | None:
-        """Tells if the padded micro-batch has the results of the one given; None where that cannot
-        be computed.
-        """
+        """Tells if padding changes no result of a micro-batch; None if none can be computed."""
 
 
 class Layout(NamedTuple):
@@ -87,12 +90,13 @@ class Layout(NamedTuple):
 
     accumulation: int  # micro-batches in a step
     steps_per_execution: int = 1  # steps in a dispatch
-    # never pad, where a padded row would be felt (batch statistics); shapes then vary
+    # True where a padded row would change results, as by batch statistics: shapes then vary.
     exact_rows: bool = False
-    may_be_apart: bool = True  # a program may compute a single micro-batch of an update
-    # If one trace of such a program takes any rows and lengths, for as long as none is compiled.
+    allows_by_micro_batch: bool = True  # a program may compute a single micro-batch of an update
+    # When one trace of such a program takes any rows and lengths: "at first" is as long as no
+    # program of a size is compiled.
     one_trace: Literal["never", "at first", "always"] = "never"
-    max_programs: int = 4  # sizes that micro-batches are filled up to
+    max_programs: int = DEFAULT_MAX_PROGRAMS  # sizes that micro-batches are filled up to
     padding: Padding | None = None  # None where lengths stay as they are
     replicas: int = 1  # equal shards that every micro-batch is cut into
     shards: slice = slice(0, 1)  # those of them that are for this process
@@ -103,10 +107,8 @@ class Layout(NamedTuple):
         return self.shards == slice(0, self.replicas)
 
     def columns(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rows of a micro-batch that are for this process, and which of these are more
-        than padding.
-        """
-        size = -(-rows // self.replicas)
+        """Returns this process's rows of a micro-batch, and which of them are not padding."""
+        rows_per_replica = -(-rows // self.replicas)
         if self.exact_rows and rows % self.replicas:
             raise ValueError(
                 f"A micro-batch of {rows} rows cannot be split equally over {self.replicas} "
@@ -114,18 +116,24 @@ class Layout(NamedTuple):
                 "statistics, added losses), its loss or its metrics a padded row counts. Use a "
                 f"batch_size, and a number of rows, that {self.replicas} divides."
             )
-        own = np.arange(size * self.replicas).reshape(self.replicas, size)[self.shards].ravel()
-        return np.minimum(own, rows - 1), own < rows
+        by_replica = np.arange(rows_per_replica * self.replicas).reshape(
+            self.replicas, rows_per_replica
+        )
+        columns = by_replica[self.shards].ravel()
+        return np.minimum(columns, rows - 1), columns < rows
 
     def shard(self, stack: Batch) -> Batch:
         """Takes this process's rows of a stack of [micro-batches, rows, ...]."""
         if self.replicas == 1:
             return stack
-        columns, real = self.columns(int(tf.nest.flatten(stack)[0].shape[1]))
-        if stack.mask is None and not real.all():
-            stack = stack._replace(valid=tf.ones(tf.nest.flatten(stack)[0].shape[:2], tf.bool))
-        own = tf.nest.map_structure(lambda t: tf.gather(t, columns, axis=1), stack)
-        return own if own.mask is None else own._replace(valid=own.valid & real)
+        micro_batches, rows, *_ = tf.nest.flatten(stack)[0].shape
+        columns, is_real = self.columns(int(rows))
+        if stack.mask is None and not is_real.all():
+            stack = stack._replace(valid=tf.ones([micro_batches, rows], tf.bool))
+        shard = tf.nest.map_structure(lambda t: tf.gather(t, columns, axis=1), stack)
+        if shard.mask is None:
+            return shard
+        return shard._replace(valid=shard.valid & is_real)
 
 
 def warn_short(what: str, steps: int, wanted: int) -> None:
@@ -138,8 +146,10 @@ def warn_short(what: str, steps: int, wanted: int) -> None:
 
 
 def trip_count(stack: object) -> int:
-    """Counts the micro-batches of a stack: the leading axis that all its tensors share, else
-    ValueError.
+    """Counts the micro-batches of a stack: the leading axis that all its tensors share.
+
+    Raises:
+        ValueError: raised if they share none.
     """
     shapes = [tuple(t.shape) for t in tf.nest.flatten(stack) if t is not None]
     if not shapes:
@@ -149,12 +159,13 @@ def trip_count(stack: object) -> int:
             f"Every tensor of a stack has shape [micro-batches, ...]; shapes={shapes} holds a "
             "scalar."
         )
-    count, *others = {shape[0] for shape in shapes}
-    if others:
+    leading = {shape[0] for shape in shapes}
+    if len(leading) > 1:
         raise ValueError(
             f"Tensors of one stack have different leading axes: shapes={shapes}. Stack as many "
             "micro-batches of each."
         )
+    count = leading.pop()
     if not count:
         raise ValueError(
             f"A stack needs a known number of micro-batches of at least 1; shapes={shapes}."
@@ -163,8 +174,10 @@ def trip_count(stack: object) -> int:
 
 
 def group_steps(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]:
-    """Groups `steps_per_execution` steps to a dispatch; what is left at the end is padded, or stays
-    single.
+    """Groups `steps_per_execution` steps to a dispatch.
+
+    Steps that are left at the end are padded to a dispatch, or stay single where rows must be
+    exact.
     """
     size = layout.steps_per_execution
     if size == 1:
@@ -180,26 +193,43 @@ def group_steps(steps: Iterator[Dispatch], layout: Layout) -> Iterator[Dispatch]
             yield from pending
             pending = []
         pending.append(step)
-        if len(pending) == size:
-            yield from [_joined(pending, size)] if len(step.stacks) == 1 else pending
-            pending = []
+        if len(pending) < size:
+            continue
+        if len(step.stacks) == 1:
+            yield _join_steps(pending, steps=size)
+        else:
+            yield from pending
+        pending = []
+
     if layout.exact_rows or not pending:
         yield from pending
         return
     last = pending[-1].stacks[0]
-    nothing = Dispatch((last._replace(valid=tf.zeros_like(last.valid)),))
-    yield _joined([*pending, *[nothing] * (size - len(pending))], len(pending))
+    without_rows = Dispatch((last._replace(valid=tf.zeros_like(last.valid)),))
+    padding = [without_rows] * (size - len(pending))
+    yield _join_steps([*pending, *padding], steps=len(pending))
 
 
-def _joined(dispatches: list[Dispatch], steps: int) -> Dispatch:
-    stack = tf.nest.map_structure(
-        lambda *parts: tf.stack(parts), *(d.stacks[0] for d in dispatches)
-    )
-    return Dispatch((stack,), steps, is_multi_step=True, rows=sum(each.rows for each in dispatches))
+def _join_steps(dispatches: list[Dispatch], steps: int) -> Dispatch:
+    """Joins dispatches of a step each, of which the first `steps` hold valid rows."""
+    step_stacks = [dispatch.stacks[0] for dispatch in dispatches]
+    stack = tf.nest.map_structure(lambda *tensors: tf.stack(tensors), *step_stacks)
+    rows = sum(dispatch.rows for dispatch in dispatches)
+    return Dispatch((stack,), steps, is_multi_step=True, rows=rows)
 
 
 def _shapes(dispatch: Dispatch) -> list[tuple]:
     return [tuple(t.shape) for t in tf.nest.flatten(dispatch.stacks)]
+
+
+def count_rows(batch: Batch) -> int:
+    """Counts the rows of a batch of tensors."""
+    return int(tf.nest.flatten(batch)[0].shape[0])
+
+
+def slice_rows(batch: Batch, start: int, stop: int) -> Batch:
+    """Takes the rows from `start` to before `stop`."""
+    return tf.nest.map_structure(lambda t: t[start:stop], batch)
 
 
 def reshape(batch: Batch, shape: list[int]) -> Batch:
@@ -209,12 +239,11 @@ def reshape(batch: Batch, shape: list[int]) -> Batch:
 
 def split_rows(batch: Batch, lengths: list[int]) -> tuple[Batch, ...]:
     """Splits rows into stacks: one for each run of equal micro-batches."""
-    runs = [list(run) for _, run in itertools.groupby(lengths)]
-    stacks, start = [], 0
-    for run in runs:
-        length, count = run[0], len(run)
-        span = slice(start, start := start + count * length)
-        stacks.append(
-            reshape(tf.nest.map_structure(lambda t, span=span: t[span], batch), [count, length])
-        )
+    stacks = []
+    start = 0
+    for length, run in itertools.groupby(lengths):
+        micro_batches = len(list(run))
+        stop = start + micro_batches * length
+        stacks.append(reshape(slice_rows(batch, start, stop), [micro_batches, length]))
+        start = stop
     return tuple(stacks)

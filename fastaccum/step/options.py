@@ -99,13 +99,6 @@ class Options:
         assert self.jit_compile != "auto"
         return self.jit_compile
 
-    @property
-    def most_sizes(self) -> int:
-        """The number of sizes of a micro-batch that get programs of their own, where rows or
-        lengths are padded.
-        """
-        return 4 if isinstance(self.max_programs, str) else self.max_programs
-
     @classmethod
     def names(cls, **wanted: bool) -> list[str]:
         """Returns the options' names, of those alone whose rules have the `wanted` values."""

@@ -16,7 +16,7 @@ from fastaccum.adapters import own_loss, slots
 from fastaccum.adapters.models import WithinFit
 from fastaccum.basics.attributes import Nest, Variable, raw, replaced, restored
 from fastaccum.basics.warnings import warn
-from fastaccum.data.stacks import Batch, Layout
+from fastaccum.data.stacks import DEFAULT_MAX_PROGRAMS, Batch, Layout
 from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_step import ReplicatedStep
 from fastaccum.distribute.sharded_step import ShardedStep
@@ -367,7 +367,10 @@ class StepBuilder:
     def _layout(self, options: Options, micro_batches: int, steps: int, exact_rows: bool) -> Layout:
         assert self.step is not None
         all_replicas = self.recipe.replicas
-        layout = Layout(micro_batches, steps, exact_rows, max_programs=options.most_sizes)
+        max_programs = options.max_programs
+        if isinstance(max_programs, str):  # "auto"
+            max_programs = DEFAULT_MAX_PROGRAMS
+        layout = Layout(micro_batches, steps, exact_rows, max_programs=max_programs)
         if self.step.shapes_are_free:
             compiles_steps = self.step.objective.options.uses_xla
             layout = layout._replace(one_trace="at first" if compiles_steps else "always")
@@ -377,5 +380,5 @@ class StepBuilder:
         if all_replicas is None:
             return layout
         return layout._replace(
-            may_be_apart=False, replicas=all_replicas.count, shards=all_replicas.shards
+            allows_by_micro_batch=False, replicas=all_replicas.count, shards=all_replicas.shards
         )

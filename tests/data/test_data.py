@@ -395,7 +395,7 @@ class TestDatasets:
         stacks = stacks_of(
             of_lengths(3, 4),
             batch_size=None,
-            layout=Layout(2, may_be_apart=False, replicas=2, shards=slice(0, 2)),
+            layout=Layout(2, allows_by_micro_batch=False, replicas=2, shards=slice(0, 2)),
         )
         with pytest.raises(
             ValueError,
@@ -776,7 +776,7 @@ def test_a_map_that_keeps_a_state_is_read_again_as_often_as_it_was():
 
     (whole, _), (resumed, seen) = stacks(), stacks()
     epochs = whole.epochs(Position(0, 0))
-    with pytest.warns(RuntimeWarning, match="drops what was used of a pass and all earlier passes"):
+    with pytest.warns(RuntimeWarning, match="reads a pass and all earlier passes again"):
         for _ in range(2):
             rows(next(epochs))
         resumed.restore(*whole.position())

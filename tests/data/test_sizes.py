@@ -190,7 +190,9 @@ def test_together_nothing_is_padded_where_rows_of_padding_count():
             return not (given.x.numpy() == 0).all(axis=(1, 2)).any()
 
     sizes = Sizes(
-        "x", OPEN, Layout(2, may_be_apart=False, replicas=2, padding=ExactButForEmptyRows())
+        "x",
+        OPEN,
+        Layout(2, allows_by_micro_batch=False, replicas=2, padding=ExactButForEmptyRows()),
     )
     sizes.arrange([batch(2, 5), batch(2, 7)], [2, 2])
     empty = batch(2, 6)
