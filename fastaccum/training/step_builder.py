@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -278,9 +277,8 @@ class StepBuilder:
         if is_faster and not has_gpu():
             with replicas.on_first_replica(all_replicas):
                 work = model.work(x)
-            parameters = sum(math.prod(v.shape) for v in model.trainable_variables)
             rows = tf.nest.flatten(x)[0].shape[0]
-            is_faster = jit_choice.is_faster_compiled(work, parameters, rows=rows)
+            is_faster = jit_choice.is_faster_compiled(work, rows)
         if all_replicas is None:
             return is_faster
         (is_faster_for_chief,) = all_replicas.gather([is_faster])[0]
