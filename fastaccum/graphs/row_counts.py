@@ -1,14 +1,22 @@
-"""The number of a batch's rows: where a function computes with it, and by which power.
+"""Finds where the number of a batch's rows reaches a function's results, and by which power.
 
-A result that depends on how many rows a micro-batch has is another one in the full batch.
+A result that depends on how many rows a micro-batch has is another one in the full batch. There are
+two ways to see it, since each sees what the other cannot:
+
+- `find_row_counter` compares two traces, and names the operation. It serves models, losses and
+  metrics: whatever they draw, compare or hold behind a gate, and without running a user's Python.
+- `find_power_of_rows` computes a loss for two numbers of rows. A loss that is divided by their
+  number is exact then, as docs/models.md promises. A trace does not show this power where Python
+  has computed with the number, or where a little is added to it.
 """
 
 from __future__ import annotations
 
+import enum
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -16,7 +24,15 @@ import tensorflow as tf
 from fastaccum.basics.attributes import Nest
 from fastaccum.graphs.traces import drawn_batch, trace
 
-OTHER_ROWS = 1543  # beside TELLING_ROWS: as telling, and a factor away that bfloat16 shows
+# The rows of the second trace, beside TELLING_ROWS: a prime number too, and so far from it that
+# constants of bfloat16 differ.
+OTHER_ROWS = 1543
+# The rows of two drawn batches, of which the first holds the first rows of the second.
+FEW_ROWS = 8
+MORE_ROWS = 12
+# A power is a multiple of 1/4, as of roots of roots, within the rounding of float32.
+POWERS_IN_ONE = 4
+POWER_TOLERANCE = 1e-3
 
 _ARITHMETIC = {
     "Add",
@@ -34,134 +50,223 @@ _ARITHMETIC = {
 _PICKS = {"StridedSlice", "Slice", "GatherV2"}
 _OF_THE_FIRST = {*_PICKS, "Reshape", "Squeeze", "ExpandDims", "Identity", "Prod", "Sum"}
 _COMPARISONS = {"Less", "LessEqual", "Greater", "GreaterEqual", "Equal", "NotEqual"}
+# The attributes of a node by which it calls functions.
+_CALLS = ("f", "body", "then_branch", "else_branch")
 
-# How far the number of rows has come: nowhere, to an integer, which may be a shape, or to a value;
-# and by which node.
-Mark = tuple[int, str]
-_NOTHING, _INTEGER, _VALUE = (0, ""), 1, 2
+Node: TypeAlias = "tf.compat.v1.NodeDef"
+Function: TypeAlias = "tf.compat.v1.FunctionDef"
+
+
+class Reach(enum.IntEnum):
+    """How far the number of rows has come in a graph."""
+
+    NOWHERE = 0
+    INTEGER = 1  # which may be a part of a shape
+    VALUE = 2
+
+
+class Mark(NamedTuple):
+    """How far the number of rows has come, and by which node. The mark that reaches most is max."""
+
+    reach: Reach
+    node: str = ""
+
+
+_UNMARKED = Mark(Reach.NOWHERE)
+
+
+class _Pair(NamedTuple):
+    """The same node in two traces that differ in their number of rows alone."""
+
+    one: Node
+    other: Node
 
 
 def find_row_counter(
     one: tf.types.experimental.ConcreteFunction, function: Callable, specs: Nest
 ) -> str | None:
-    """Names the operation by which the number of rows reaches results of a function, of which `one`
-    is a trace.
+    """Names the operation by which the number of rows reaches results of a function.
+
+    `one` is a trace of it. The result is None if there is no such operation.
     """
-    graphs = [each.graph.as_graph_def() for each in (one, trace(function, specs, OTHER_ROWS))]
-    libraries = [{f.signature.name: f for f in graph.library.function} for graph in graphs]
-    level, name = max(
-        _marks([g.node for g in graphs], {}, [t.name for t in one.outputs], libraries),
-        default=_NOTHING,
-    )
-    return name if level == _VALUE else None
+    other = trace(function, specs, OTHER_ROWS)
+    marker = _Marker(one.graph.as_graph_def(), other.graph.as_graph_def())
+    marks = marker.mark_outputs([tensor.name for tensor in one.outputs])
+    mark = max(marks, default=_UNMARKED)
+    return mark.node if mark.reach == Reach.VALUE else None
 
 
 def find_power_of_rows(function: Callable, specs: Nest) -> float | None:
-    """Finds p, a multiple of 1/4 but not 0, where a row's result is `rows**p` times what follows
-    from the row alone.
-    """
-    few, more = 8, 12
+    """Finds p where a row's result is `rows**p` times what follows from the row alone.
 
-    def results(rows: int) -> np.ndarray:
-        batch = tf.nest.map_structure(lambda t: t[:rows], batches)
-        return trace(function, specs, rows)(batch).numpy()[:few].ravel()
+    p is a multiple of 1/4, and not 0. The result is None if there is no such power.
+    """
+
+    def results(batch: Nest, rows: int) -> np.ndarray:
+        first_rows = tf.nest.map_structure(lambda tensor: tensor[:rows], batch)
+        return trace(function, specs, rows)(first_rows).numpy()[:FEW_ROWS].ravel()
 
     try:
-        batches = drawn_batch(specs, more, seed=0)
-        one, other = results(few), results(more)
+        batch = drawn_batch(specs, MORE_ROWS, seed=0)
+        with_few = results(batch, FEW_ROWS)
+        with_more = results(batch, MORE_ROWS)
     except Exception:  # it takes no such numbers
         return None
     with np.errstate(all="ignore"):
-        powers = (np.log(other / one) / np.log(more / few))[(one != 0) | (other != 0)]
-        found = np.round(powers.mean() * 4) / 4
-    return float(found) if found and (np.abs(powers - found) < 1e-3).all() else None
+        powers = np.log(with_more / with_few) / np.log(MORE_ROWS / FEW_ROWS)
+        powers = powers[(with_few != 0) | (with_more != 0)]
+        power = np.round(powers.mean() * POWERS_IN_ONE) / POWERS_IN_ONE
+    if power and (np.abs(powers - power) < POWER_TOLERANCE).all():
+        return float(power)
+    return None
 
 
-def _marks(
-    nodes: Sequence[Any], known: dict[str, Any], outputs: list[str], libraries: list[dict]
-) -> list[Mark]:
-    """Returns the marks of `outputs`, from the `known` marks of arguments and the nodes of both
-    traces.
-    """
+class _Marker:
+    """Marks, node by node, how far the number of rows comes in a pair of traces."""
 
-    def of(name: str) -> Mark:
-        node, _, output = name.partition(":")
-        found = known.get(node, _NOTHING)
-        return found[int(output.rpartition(":")[2] or 0)] if isinstance(found, list) else found
+    def __init__(self, one: tf.compat.v1.GraphDef, other: tf.compat.v1.GraphDef):
+        self._graphs = one, other
+        self._functions_of_one = _functions_by_name(one)
+        self._functions_of_other = _functions_by_name(other)
 
-    constants = [
-        {node.name: node for node in each if node.op in {"Const", *_PICKS}} for each in nodes
-    ]
-    for node, twin in itertools.zip_longest(*nodes):
-        if node is None or twin is None or node.op != twin.op:
-            return [(_VALUE, (node or twin).name)] * len(outputs)
-        given = [of(name) for name in node.input if name[0] != "^"]
-        called = [key for key in ("f", "body", "then_branch", "else_branch") if key in node.attr]
-        if _are_equal_constants((node, twin), constants):
-            known[node.name] = _NOTHING
-        elif node.op == "Const":
-            known[node.name] = (
-                _INTEGER + tf.as_dtype(node.attr["dtype"].type).is_floating,
-                node.name,
-            )
-        elif called:
-            known[node.name] = given if "body" in called else []
-            # what a turn of a loop marks is given to the next one
-            for key in called * (1 + ("body" in called)):
-                f, g = (
-                    library[n.attr[key].func.name]
-                    for library, n in zip(libraries, (node, twin), strict=True)
-                )
-                inputs = known[node.name] if key == "body" else given[-len(f.signature.input_arg) :]
-                arguments = {
-                    a.name: mark for a, mark in zip(f.signature.input_arg, inputs, strict=False)
-                }
-                returned = [f.ret[a.name] for a in f.signature.output_arg]
-                found = _marks([f.node_def, g.node_def], arguments, returned, libraries)
-                known[node.name] = list(
-                    itertools.starmap(max, itertools.zip_longest(known[node.name] or found, found))
-                )
-        else:
-            known[node.name] = _result(node, given)
-    return [of(name) for name in outputs]
+    def mark_outputs(self, outputs: list[str]) -> list[Mark]:
+        """Returns the marks of the graphs' tensors of these names."""
+        one, other = self._graphs
+        return self._mark_nodes(one.node, other.node, {}, outputs)
+
+    def _mark_nodes(
+        self,
+        nodes: Sequence[Node],
+        other_nodes: Sequence[Node],
+        arguments: dict[str, Mark],
+        outputs: list[str],
+    ) -> list[Mark]:
+        """Returns the marks of `outputs`, from those of the arguments and from both traces."""
+        # A node that calls functions has a list: the mark of each of its results.
+        marks: dict[str, Mark | list[Mark]] = dict(arguments)
+        constants = _constants(nodes)
+        other_constants = _constants(other_nodes)
+        for one, other in itertools.zip_longest(nodes, other_nodes):
+            if one is None or other is None or one.op != other.op:
+                # The function computes otherwise for another number of rows.
+                name = other.name if one is None else one.name
+                return [Mark(Reach.VALUE, name)] * len(outputs)
+            inputs = [_find(name, marks) for name in one.input if name[0] != "^"]
+            if _is_same_constant(one, other, constants, other_constants):
+                marks[one.name] = _UNMARKED
+            elif one.op == "Const":
+                marks[one.name] = Mark(_reach_of(one.attr["dtype"].type), one.name)
+            elif any(key in one.attr for key in _CALLS):
+                marks[one.name] = self._mark_call(_Pair(one, other), inputs)
+            else:
+                marks[one.name] = _mark_result(one, inputs)
+        return [_find(name, marks) for name in outputs]
+
+    def _mark_call(self, pair: _Pair, inputs: list[Mark]) -> list[Mark]:
+        """Returns the marks of a call's results: those that any of the functions gives them."""
+        if "body" in pair.one.attr:
+            results = inputs
+            # What a turn of a loop marks, the next turn is given.
+            for _ in range(2):
+                returned = self._mark_function(pair, "body", results)
+                results = _mark_both(results, returned)
+            return results
+        results = []
+        for key in _CALLS:
+            if key in pair.one.attr:
+                returned = self._mark_function(pair, key, inputs)
+                results = _mark_both(results, returned)
+        return results
+
+    def _mark_function(self, pair: _Pair, key: str, inputs: list[Mark]) -> list[Mark]:
+        """Returns the marks of the results of the function that an attribute names."""
+        function = self._functions_of_one[pair.one.attr[key].func.name]
+        other = self._functions_of_other[pair.other.attr[key].func.name]
+        names = [argument.name for argument in function.signature.input_arg]
+        # The first input of a branch's node decides which of the branches is taken.
+        passed = inputs if key == "body" else inputs[-len(names) :]
+        arguments = dict(zip(names, passed, strict=False))
+        outputs = [function.ret[output.name] for output in function.signature.output_arg]
+        return self._mark_nodes(function.node_def, other.node_def, arguments, outputs)
 
 
-def _are_equal_constants(pair: Sequence[Any], constants: Sequence[dict[str, Any]]) -> bool:
+def _functions_by_name(graph: tf.compat.v1.GraphDef) -> dict[str, Function]:
+    return {function.signature.name: function for function in graph.library.function}
+
+
+def _find(tensor: str, marks: Mapping[str, Mark | list[Mark]]) -> Mark:
+    """Returns the mark of a tensor, which is named as in a graph or in a function."""
+    node, _, output = tensor.partition(":")
+    mark = marks.get(node, _UNMARKED)
+    if isinstance(mark, Mark):
+        return mark
+    return mark[int(output.rpartition(":")[2] or 0)]
+
+
+def _mark_both(marks: list[Mark], other_marks: list[Mark]) -> list[Mark]:
+    """Returns what reaches further, result by result."""
+    pairs = itertools.zip_longest(marks, other_marks, fillvalue=_UNMARKED)
+    return [max(mark, other) for mark, other in pairs]
+
+
+def _mark_result(node: Node, inputs: list[Mark]) -> Mark:
+    """Returns the mark of an operation's results, from the marks of its inputs."""
+    if node.op == "Range":
+        return _UNMARKED
+    mark = max(inputs, default=_UNMARKED)
+    if mark.reach != Reach.INTEGER:
+        return mark
+    if node.op == "Cast":
+        return Mark(_reach_of(node.attr["DstT"].type), node.name)
+    if node.op in _COMPARISONS:
+        return Mark(Reach.VALUE, node.name)
+    if node.op in _ARITHMETIC:
+        return mark
+    if node.op in _OF_THE_FIRST:
+        return inputs[0]
+    return _UNMARKED
+
+
+def _reach_of(dtype: int) -> Reach:
+    """Returns how far a number of this dtype has come, which depends on the number of rows."""
+    return Reach.VALUE if tf.as_dtype(dtype).is_floating else Reach.INTEGER
+
+
+def _constants(nodes: Sequence[Node]) -> dict[str, Node]:
+    """Returns the nodes that are constants, or may pick from one, by name."""
+    return {node.name: node for node in nodes if node.op == "Const" or node.op in _PICKS}
+
+
+def _is_same_constant(
+    one: Node, other: Node, constants: dict[str, Node], other_constants: dict[str, Node]
+) -> bool:
+    """Tells if both are constants, or picked from some, and alike as far as both go."""
     try:
-        one, other = (
-            _evaluate(each, nodes).ravel() for each, nodes in zip(pair, constants, strict=True)
-        )
+        value = _evaluate(one, constants).ravel()
+        other_value = _evaluate(other, other_constants).ravel()
     except KeyError:
         return False
-    one, other = one[: other.size], other[: one.size]
-    return np.array_equal(one, other) or one.tobytes() == other.tobytes()  # NaN too
+    size = min(value.size, other_value.size)
+    value = value[:size]
+    other_value = other_value[:size]
+    return np.array_equal(value, other_value) or value.tobytes() == other_value.tobytes()  # NaN
 
 
-def _evaluate(node: Any, constants: dict[str, Any]) -> np.ndarray:
-    """Returns the value of a constant, or the elements picked from one; KeyError for what
-    `constants` lacks.
+def _evaluate(node: Node, constants: dict[str, Node]) -> np.ndarray:
+    """Returns the value of a constant, or the elements picked from one.
+
+    Raises:
+        KeyError: raised for a node that `constants` does not have.
     """
     if constants[node.name].op == "Const":
         return tf.make_ndarray(node.attr["value"].tensor)
-    inputs = [
-        _evaluate(constants[name.partition(":")[0]], constants)
-        for name in node.input
-        if name[0] != "^"
-    ]
+    inputs = []
+    for name in node.input:
+        if name[0] != "^":
+            inputs.append(_evaluate(constants[name.partition(":")[0]], constants))
     pick = getattr(tf.raw_ops, node.op)
-    names = inspect.signature(pick).parameters  # of inputs, then of attributes, which are numbers
-    numbers = {name: node.attr[name].i for name in names if name in node.attr}
+    # Names of the operation's inputs, then those of its attributes, which are numbers.
+    names = inspect.signature(pick).parameters
+    attributes = {name: node.attr[name].i for name in names if name in node.attr}
     with tf.init_scope():
-        return pick(**dict(zip(names, inputs, strict=False)), **numbers).numpy()
-
-
-def _result(node: tf.compat.v1.NodeDef, given: list[Mark]) -> Mark:
-    """Returns the mark of an operation's results, from the marks of its inputs."""
-    mark = max(given, default=_NOTHING)
-    if node.op == "Range" or mark[0] != _INTEGER:
-        return _NOTHING if node.op == "Range" else mark
-    if node.op == "Cast":
-        return _INTEGER + tf.as_dtype(node.attr["DstT"].type).is_floating, node.name
-    if node.op in _COMPARISONS:
-        return _VALUE, node.name
-    return mark if node.op in _ARITHMETIC else given[0] if node.op in _OF_THE_FIRST else _NOTHING
+        return pick(**dict(zip(names, inputs, strict=False)), **attributes).numpy()
