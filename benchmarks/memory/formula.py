@@ -232,7 +232,9 @@ def on_cards() -> str:
 
 CASES = [
     *(Setting(preset, 8) for preset in transformer.PRESETS),
-    *(Setting(preset, 8, policy) for preset in ("124m", "350m", "1.3b") for policy in LOOPS),
+    *(Setting("124m", 8, policy) for policy in LOOPS),
+    *(Setting("350m", 8, policy) for policy in LOOPS),
+    *(Setting("1.3b", 8, policy) for policy in LOOPS),
     *(Setting("1.3b", rows, "nothing_saveable") for rows in (1, 32, 60)),
     *(Setting("1.3b", rows) for rows in (1, 16)),
     Setting("1.3b", 13, "nothing_saveable", slots=4),

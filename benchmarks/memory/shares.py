@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import multiprocessing
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from benchmarks.memory.results import Result
 from benchmarks.support.stablehlo import h200
 from fastaccum.data.stacks import Batch
 from fastaccum.memory import analysis
+from fastaccum.memory.buffers import Buffer
 
 GB = 1e9
 VOCABULARY = 50_304
@@ -126,12 +128,10 @@ def plan_of(case: Case) -> Plan:
         step = trainer._builder.get_or_build(batch, trainer._present_options)
         functions = step.trace(analysis.dispatch_of(batch, case.devices, MICRO_BATCHES))
         exported = [_exported(function) for function in functions]
-        arguments = [
-            sum(buffer.bytes for buffer in analysis._arguments(function)) for function in functions
-        ]
+        arguments = [_total_bytes(analysis._arguments(function)) for function in functions]
     resident = analysis.resident(step)
-    resident_bytes = sum(buffer.bytes for buffer in resident)
-    slots = sum(buffer.bytes for buffer in resident if buffer.kind == "optimizer slots")
+    resident_bytes = _total_bytes(resident)
+    slots = _total_bytes([buffer for buffer in resident if buffer.kind == "optimizer slots"])
     held = {"accumulate": 0, "measure": 0, "update": 0}
     for name, module, argument_bytes in zip(list(held), exported, arguments, strict=True):
         _, memory = programs.compiled(module)
@@ -139,6 +139,10 @@ def plan_of(case: Case) -> Plan:
         held[name] = resident_bytes + argument_bytes + results + memory.temp_bytes
     held["exchange"] = resident_bytes + step.exchanged_bytes
     return Plan(model.count_params(), held, slots)
+
+
+def _total_bytes(buffers: Iterable[Buffer]) -> int:
+    return sum(buffer.bytes for buffer in buffers)
 
 
 def _exported(concrete: ConcreteFunction) -> bytes:
