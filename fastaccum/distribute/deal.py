@@ -10,95 +10,147 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import tensorflow as tf
 
 from fastaccum.distribute.replicas import common_dtype, flat
 
-ROUND = 2**28  # bytes of a buffer at most, beside which the tensors of other rounds are still there
+# A collective's buffer has at most this many bytes. Tensors of other rounds stay beside it.
+ROUND = 2**28
+
 Tensors = Sequence[tf.Tensor | tf.TensorSpec | tf.Variable | None]
 
 
-def deal(sizes: Sequence[int], replicas: int) -> list[list[int]]:
-    """Deals the places of weights out, the largest first, each to the replica with the least so
-    far.
+class Segments(NamedTuple):
+    """The segments that all lines are cut into."""
 
-    The first replica, whose memory is planned, gets the most.
+    length: int  # numbers in a segment
+    rounds: int  # segments of a line, each in a round of its own
+
+
+class Part(NamedTuple):
+    """The numbers of a flat weight from `start` to before `stop`."""
+
+    place: int  # of the weight among all weights
+    start: int
+    stop: int
+
+
+class _Piece(NamedTuple):
+    """A part of a weight that lies in one segment of a line."""
+
+    segment: int  # the number of the segment in the line
+    part: Part
+
+
+def deal(sizes: Sequence[int], replicas: int) -> list[list[int]]:
+    """Deals weights of these sizes out, the largest first, each to the replica with the least.
+
+    Returns the places of each replica's weights. The first replica, whose memory is planned, gets
+    the most.
 
     >>> deal([1, 8, 3, 4], 2)
     [[1], [3, 2, 0]]
     """
     owned: list[list[int]] = [[] for _ in range(replicas)]
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        min(owned, key=lambda own: sum(sizes[other] for other in own)).append(place)
-    return sorted(owned, key=lambda own: -sum(sizes[place] for place in own))
+
+    def total(places: list[int]) -> int:
+        return sum(sizes[place] for place in places)
+
+    largest_first = sorted(range(len(sizes)), key=lambda place: -sizes[place])
+    for place in largest_first:
+        min(owned, key=total).append(place)
+    return sorted(owned, key=lambda places: -total(places))
 
 
-def segments(owned: Sequence[Sequence[int]], tensors: Tensors) -> tuple[int, int]:
-    """Returns the numbers in a segment, and of rounds."""
-    line = max(sum(_size(tensors[place]) for place in own) for own in owned)
-    segment = min(line, max(1, ROUND // (len(owned) * _dtype(tensors).size)))
-    return segment, -(-line // segment)
+def segments(owned: Sequence[Sequence[int]], tensors: Tensors) -> Segments:
+    """Returns the segments of the lines of replicas that own the tensors at these places."""
+    lengths = [sum(_size(tensors[place]) for place in places) for places in owned]
+    longest = max(lengths)
+    # The buffer of a round holds a segment of each replica.
+    most = max(1, ROUND // (len(owned) * _dtype(tensors).size))
+    length = min(longest, most)
+    return Segments(length, math.ceil(longest / length))
 
 
-def cut(tensors: Tensors) -> list[list[tuple[int, int, int]]]:
-    """Cuts tensors into rounds: the place of each with a part in the round, and where the part
-    begins and ends.
-    """
-    line = _line(range(len(tensors)), tensors, ROUND // _dtype(tensors).size)
-    rounds = itertools.groupby(line, key=lambda part: part[1])
-    return [[(place, start, stop) for place, _, start, stop in parts] for _, parts in rounds]
+def cut(tensors: Tensors) -> list[list[Part]]:
+    """Cuts tensors into rounds; returns the parts of each round."""
+    numbers_of_round = ROUND // _dtype(tensors).size
+    pieces = _line(range(len(tensors)), tensors, numbers_of_round)
+    rounds = []
+    for _, pieces_of_round in itertools.groupby(pieces, key=lambda piece: piece.segment):
+        rounds.append([piece.part for piece in pieces_of_round])
+    return rounds
 
 
 def pack(
-    own: Sequence[int], tensors: Tensors, specs: Tensors, number: int, segment: int
+    places: Sequence[int], tensors: Tensors, specs: Tensors, number: int, length: int
 ) -> tf.Tensor:
-    """Returns segment `number` of an owner's line, which has these tensors."""
-    found, dtype = dict(zip(own, tensors, strict=True)), _dtype(specs)
-    line = (part for part in _line(own, specs, segment) if part[1] == number)
-    parts = [
-        tf.reshape(tf.cast(found[place], dtype), [-1])[start:stop] for place, _, start, stop in line
-    ]
-    return flat([*parts, tf.zeros([segment - sum(part.shape[0] for part in parts)], dtype)])
+    """Returns segment `number` of the line of an owner of these places, padded to its length.
+
+    Args:
+        places: places of the weights that the owner has.
+        tensors: its tensors, one for each of them.
+        specs: specs of the tensors of all weights.
+        number: the segment.
+        length: the numbers in a segment.
+    """
+    dtype = _dtype(specs)
+    tensor_of_place = dict(zip(places, tensors, strict=True))
+    parts = []
+    for segment, part in _line(places, specs, length):
+        if segment == number:
+            numbers = tf.reshape(tf.cast(tensor_of_place[part.place], dtype), [-1])
+            parts.append(numbers[part.start : part.stop])
+    missing = length - sum(part.shape[0] for part in parts)
+    return flat([*parts, tf.zeros([missing], dtype)])
 
 
 def unpack(
-    own: Sequence[int], parts: Sequence[tf.Tensor], specs: Tensors
+    places: Sequence[int], line: Sequence[tf.Tensor], specs: Tensors
 ) -> Iterator[tuple[int, tf.Tensor]]:
     """Yields each tensor in the segments of an owner's line, with its place."""
-    position, line = 0, _line(own, specs, segment := parts[0].shape[0])
-    for place, pieces in itertools.groupby(line, key=lambda piece: piece[0]):
-        found = []
-        for _, number, start, stop in pieces:
-            begin, position = position - number * segment, position + stop - start
-            # A copy, or what the tensor is assigned to would keep the whole buffer.
-            found.append(tf.raw_ops.DeepCopy(x=parts[number][begin : begin + stop - start]))
-        yield (
-            place,
-            tf.cast(tf.reshape(tf.concat(found, 0), specs[place].shape), specs[place].dtype),
-        )
+    length = line[0].shape[0]
+    position = 0  # in the line
+    pieces = _line(places, specs, length)
+    for place, pieces_of_weight in itertools.groupby(pieces, key=lambda piece: piece.part.place):
+        numbers = []
+        for segment, part in pieces_of_weight:
+            begin = position - segment * length
+            size = part.stop - part.start
+            # A copy: what the tensor is assigned to would keep the whole buffer.
+            numbers.append(tf.raw_ops.DeepCopy(x=line[segment][begin : begin + size]))
+            position += size
+        spec = specs[place]
+        yield place, tf.cast(tf.reshape(tf.concat(numbers, 0), spec.shape), spec.dtype)
 
 
-def _line(
-    own: Sequence[int], tensors: Tensors, segment: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yields a weight's place, a segment that has a part of it, and where the part begins and ends
-    in the weight.
-    """
-    position = 0
-    for place in own:
+def _line(places: Sequence[int], tensors: Tensors, length: int) -> Iterator[_Piece]:
+    """Yields the pieces of a line of tensors that is cut into segments of this length."""
+    position = 0  # where the weight begins in the line
+    for place in places:
         size = _size(tensors[place])
-        for number in range(position // segment, -(-(position + size) // segment) if size else 0):
-            start, stop = number * segment - position, (number + 1) * segment - position
-            yield place, number, max(start, 0), min(stop, size)
+        if size == 0:
+            continue
+        first = position // length
+        last = (position + size - 1) // length
+        for segment in range(first, last + 1):
+            start = max(segment * length - position, 0)
+            stop = min((segment + 1) * length - position, size)
+            yield _Piece(segment, Part(place, start, stop))
         position += size
 
 
 def _dtype(tensors: Tensors) -> tf.DType:
-    dtype = common_dtype(t for t in tensors if t is not None)
-    # which no collective of TensorFlow's takes
-    return tf.float32 if dtype == tf.bfloat16 else dtype
+    """Returns the dtype of the numbers in a buffer."""
+    dtype = common_dtype(tensor for tensor in tensors if tensor is not None)
+    if dtype == tf.bfloat16:  # no collective of TensorFlow's takes it
+        return tf.float32
+    return dtype
 
 
 def _size(tensor: tf.Tensor | tf.TensorSpec | tf.Variable | None) -> int:
-    return 0 if tensor is None else math.prod(tensor.shape)
+    if tensor is None:
+        return 0
+    return math.prod(tensor.shape)

@@ -153,12 +153,10 @@ class ShardedStep(ReplicatedStep):
 
         seen = widest([local["seen"] for _, local in sums])
         totals = self._reduce([shared for shared, _ in sums])
-        squares = self._replicas.all_reduce(
-            [
-                measure(i, total)
-                for i, (measure, total) in enumerate(zip(measures, totals, strict=True))
-            ]
-        )
+        own_squares = []
+        for i, measure in enumerate(measures):
+            own_squares.append(measure(i, totals[i]))
+        squares = self._replicas.all_reduce(own_squares)
         results = []
         new_weights = []
         for i, finish in enumerate(finishes):
@@ -234,7 +232,7 @@ class ShardedStep(ReplicatedStep):
         """
         replicas = self._replicas
         variables = [raw(v) for v in self._trained]
-        segment, rounds = deal.segments(self._owned, variables)
+        length, rounds = deal.segments(self._owned, variables)
 
         gathered: list[list[tf.Tensor]] = [[] for _ in weights]  # by local replica and round
         for number in range(rounds):
@@ -242,7 +240,7 @@ class ShardedStep(ReplicatedStep):
             for i, owner in enumerate(self._owners):
                 round_before = gathered[i][-1:]  # none in the first round
                 with tf.device(replicas.devices[i]), tf.control_dependencies(round_before):
-                    segments.append(deal.pack(owner.places, weights[i], variables, number, segment))
+                    segments.append(deal.pack(owner.places, weights[i], variables, number, length))
             for i, buffer in enumerate(replicas.all_gather(segments, number)):
                 gathered[i].append(buffer)
 
@@ -250,9 +248,9 @@ class ShardedStep(ReplicatedStep):
             for replica in range(replicas.count):
                 if replica == replicas.first + i:
                     continue
-                start = replica * segment
+                start = replica * length
                 with tf.device(device):
-                    line = [buffer[start : start + segment] for buffer in gathered[i]]
+                    line = [buffer[start : start + length] for buffer in gathered[i]]
                     for place, value in deal.unpack(self._owned[replica], line, variables):
                         variables[place].values[i].assign(value)
 

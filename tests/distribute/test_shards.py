@@ -45,17 +45,17 @@ def test_lines_hold_every_number_once(monkeypatch):
     ]
     owned = deal.deal([13, 5, 6, 1, 4], 3)
     assert owned == [[0], [1, 4], [2, 3]]
-    segment, rounds = deal.segments(owned, tensors)
-    assert (segment, rounds) == (4, 4)
-    for own in owned:
-        parts = [
-            deal.pack(own, [tensors[place] for place in own], tensors, number, segment)
-            for number in range(rounds)
+    length, rounds = deal.segments(owned, tensors)
+    assert (length, rounds) == (4, 4)
+    for places in owned:
+        owned_tensors = [tensors[place] for place in places]
+        line = [
+            deal.pack(places, owned_tensors, tensors, number, length) for number in range(rounds)
         ]
-        assert all(part.shape == [segment] for part in parts)
-        found = dict(deal.unpack(own, parts, tensors))
-        assert set(found) == set(own) - {1}
-        for place, tensor in found.items():
+        assert all(segment.shape == [length] for segment in line)
+        unpacked = dict(deal.unpack(places, line, tensors))
+        assert set(unpacked) == set(places) - {1}
+        for place, tensor in unpacked.items():
             tf.debugging.assert_equal(tensor, tensors[place])
 
 
