@@ -23,7 +23,7 @@ class RelaxedTrace:
 
     def __init__(self, signature: Signature):
         self.concrete: ConcreteFunction | None = None
-        self._shapes = signature.shapes
+        self._shapes: list[Shape] = list(signature.shapes)
         self._is_refused = False
 
     def covers(self, signature: Signature) -> bool:
@@ -62,7 +62,7 @@ class RelaxedTrace:
         """Returns the trace's shapes, open in each axis in which this signature differs."""
         merged = []
         for known_shape, shape in zip(self._shapes, signature.shapes, strict=True):
-            axes = []
+            axes: list[int | None] = []
             for known_length, length in zip(known_shape, shape, strict=True):
                 if known_length == length:
                     axes.append(length)
