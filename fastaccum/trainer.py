@@ -46,6 +46,7 @@ from fastaccum.training.step_builder import StepBuilder
 from fastaccum.training.throughput import Throughput
 from fastaccum.training.train_step_inputs import TrainStepInputs
 
+# Arguments that are no options: an attribute of the same name would have no effect.
 _FIXED = ("model", "loss", "loss_weights", "metrics", "weighted_metrics")
 
 
@@ -177,9 +178,11 @@ class Trainer:
         own_loss_reduction: Reduction = "mean",
         compile_cache: str | os.PathLike[str] | None = None,
     ):
+        values = dict(locals())  # of the arguments, by name
         if compile_cache is not None:
             compile_caches.use(compile_cache)
-        self._recipe = recipe = Recipe.build(
+        self.model = model
+        self._recipe = Recipe.build(
             model,
             optimizer=optimizer,
             loss=loss,
@@ -187,22 +190,13 @@ class Trainer:
             loss_weights=loss_weights,
             weighted_metrics=weighted_metrics,
         )
-        self.model, self._model, self._optimizer = model, recipe.model, recipe.optimizer
-        self._replicas = recipe.replicas
-        self._options = Options(
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            steps_per_execution=steps_per_execution,
-            loss_scale=loss_scales.get(loss_scale, self._model.compute_dtype),
-            clip_norm=clip_norm,
-            fp32_weight_gradients=fp32_weight_gradients,
-            flash_attention=flash_attention,
-            jit_compile=jit_compile,
-            on_nonfinite=on_nonfinite,
-            shard_optimizer=shard_optimizer,
-            max_programs=max_programs,
-            own_loss_reduction=own_loss_reduction,
-        )
-        recipe.require_replicas(self._options)
+        self._model = self._recipe.model
+        self._optimizer = self._recipe.optimizer
+        self._replicas = self._recipe.replicas
+
+        values["loss_scale"] = loss_scales.get(loss_scale, self._model.compute_dtype)
+        self._options = Options(**{name: values[name] for name in Options.names()})
+        self._recipe.require_replicas(self._options)
         vars(self).update(vars(self._options))
         self._builder = StepBuilder(self._recipe)
         self._step_inputs = TrainStepInputs(self._builder, lambda: self._present_options)
@@ -210,24 +204,25 @@ class Trainer:
             compilable.require(self._model)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in Options.names() and "_options" in vars(self):
-            value = (
-                loss_scales.get(value, self._model.compute_dtype) if name == "loss_scale" else value
-            )
-            self._options = self._options.replace(name, value, built=self._builder.step is not None)
+        is_made = "_options" in vars(self)  # false within __init__, also that of a subclass
+        if is_made and name in Options.names():
+            if name == "loss_scale":
+                value = loss_scales.get(value, self._model.compute_dtype)
+            is_built = self._builder.step is not None
+            self._options = self._options.replace(name, value, built=is_built)
             value = getattr(self._options, name)
-        elif name in _FIXED and type(self) is Trainer and "_options" in vars(self):
+        elif is_made and name in _FIXED and type(self) is Trainer:
             raise AttributeError(
                 f"{name} cannot be set, and training would not read it: make a new Trainer with it."
             )
-        elif (
-            name[0] != "_"
-            and not hasattr(self, name)
-            and (near := get_close_matches(name, Options.names(), 1, 0.8))
-        ):
-            raise AttributeError(
-                f"Trainer has no attribute {name!r}: did you mean {near[0]}?", name=name, obj=self
-            )
+        elif not name.startswith("_") and not hasattr(self, name):
+            close_names = get_close_matches(name, Options.names(), n=1, cutoff=0.8)
+            if close_names:
+                raise AttributeError(
+                    f"Trainer has no attribute {name!r}: did you mean {close_names[0]}?",
+                    name=name,
+                    obj=self,
+                )
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -237,11 +232,9 @@ class Trainer:
         )
 
     def __repr__(self) -> str:
-        scale = (
-            ""
-            if isinstance(self.loss_scale, loss_scales.NoLossScale)
-            else f", loss_scale={self.loss_scale}"
-        )
+        scale = ""
+        if not isinstance(self.loss_scale, loss_scales.NoLossScale):
+            scale = f", loss_scale={self.loss_scale}"
         return (
             f"Trainer({type(self.model).__name__} {self.model.name!r}, "
             f"optimizer={type(self.optimizer).__name__}, "
@@ -459,28 +452,37 @@ class Trainer:
         callbacks: arguments.CallbacksArgument = None,
         return_dict: bool = False,
     ) -> float | list[float] | dict[str, float]:
-        """Computes loss and metrics over a whole data set, as Keras's `evaluate` does.
+        """Computes the loss and the metrics of all data, as Keras's `evaluate` does.
 
         The loss is that of all rows as one batch: the sum of the losses divided by the sum of the
         weights, not a mean of the batches' means. Weights and state stay as they are.
 
         Args:
-            x: the inputs, or data that yield the targets too, as in Keras.
-            y: the targets, if `x` does not yield them.
-            batch_size: the number of rows in a batch of arrays; 32 by default.
-            verbose: the progress bar, as in Keras.
-            sample_weight: weights of rows or tokens, if `x` does not yield them.
-            steps: the number of batches to evaluate. None for all.
-            callbacks: Keras callbacks, whose batch numbers count batches, as in Keras.
-            return_dict: returns the results by name.
+            x: as `fit` takes it: arrays [rows, ...], a `tf.data.Dataset`, or another source.
+            y: as `fit` takes it.
+            batch_size: rows of a batch; None for 32. A dataset has its own.
+            verbose: "auto", 0, 1 or 2, as in Keras.
+            sample_weight: as `fit` takes it.
+            steps: the number of batches to evaluate; None for all of them.
+            callbacks: Keras's callbacks, whose hooks of tests are called with numbers of batches.
+            return_dict: True for a dict of the loss and the metrics by name.
 
         Returns:
-            The loss, a list of the loss and the metrics, or with `return_dict` a dict.
+            The loss, a float. With metrics, a list of the loss and the metrics, in Keras's order.
 
         Raises:
-            TypeError, ValueError: raised if data do not fit the model, or if labels or ids are out
-                of range.
-            OutOfMemoryError: raised if memory runs out.
+            TypeError, ValueError: raised if the data does not fit the model, or labels or ids are
+                out of range.
+            OutOfMemoryError: raised if the batches do not fit the device.
+
+        >>> dense = keras.layers.Dense(1, kernel_initializer="ones")
+        >>> model = keras.Sequential([keras.Input((2,)), dense])
+        >>> trainer = Trainer(model, "sgd", "mse", metrics=["mae"])
+        >>> x = keras.ops.ones((5, 2))  # whose outputs are 2
+        >>> trainer.evaluate(x, keras.ops.zeros((5, 1)), batch_size=4, verbose=0)
+        [4.0, 2.0]
+        >>> trainer.evaluate(x, keras.ops.zeros((5, 1)), verbose=0, return_dict=True)
+        {'loss': 4.0, 'mae': 2.0}
         """
         self._builder.fingerprint.require_alike("evaluate", steps=steps)
         checks.true_or_false("return_dict", return_dict)
@@ -499,7 +501,9 @@ class Trainer:
         )
         with reading(evaluation):
             logs = evaluation(hooks)
-        return logs if return_dict else evaluation.in_order(logs)
+        if return_dict:
+            return logs
+        return evaluation.in_order(logs)
 
     @workers.abort_peers_on_error
     def predict(
@@ -510,21 +514,29 @@ class Trainer:
         steps: int | None = None,
         callbacks: arguments.CallbacksArgument = None,
     ) -> Any:
-        """Computes the model's outputs for `x`, by Keras's own `predict`.
+        """Computes the model's outputs for `x`, by the model's own `predict`.
 
         Args:
-            x: the inputs, as in Keras.
-            batch_size: the number of rows in a batch of arrays; 32 by default.
-            verbose: the progress bar, as in Keras.
-            steps: the number of batches to predict. None for all.
-            callbacks: callbacks of the model's own Keras.
+            x: the model's inputs: arrays [rows, ...], a `tf.data.Dataset` of batches, or another
+                source that Keras's `predict` takes.
+            batch_size: rows of a batch; None for 32. A dataset has its own.
+            verbose: "auto", 0, 1 or 2, as in Keras.
+            steps: the number of batches to predict; None for all of them.
+            callbacks: Keras's callbacks, whose hooks of predictions are called.
 
         Returns:
-            A NumPy array for each output, in the structure of the model's outputs.
+            The outputs for all rows, NumPy arrays [rows, ...] of the dtypes that the model
+            computes, in the structure of its outputs.
 
         Raises:
-            TypeError, ValueError: raised if `x` does not fit the model, or an argument is none that
-                Keras takes.
+            TypeError, ValueError: raised if the model cannot be called with x, or if x holds no
+                rows.
+
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> trainer = Trainer(model, "sgd", "mse")
+        >>> outputs = trainer.predict(keras.ops.ones((5, 2)), verbose=0)
+        >>> outputs.shape, str(outputs.dtype)
+        ((5, 1), 'float32')
         """
         self._builder.fingerprint.require_alike("predict", steps=steps)
         return predict(
@@ -533,18 +545,28 @@ class Trainer:
 
     @workers.abort_peers_on_error
     def train_step(self, stack: tuple[arguments.Arrays | None, ...]) -> StepResult:
-        """Runs one train step.
-
-        The results are on the device, and reading one of them waits for the step.
+        """Runs one train step, of as many micro-batches as the stack has.
 
         Args:
-            stack: `(x, y)` or `(x, y, sample_weight)`, every tensor `[micro-batches, rows, ...]`.
+            stack: `(x, y)` or `(x, y, sample_weight)`, every tensor or array of
+                [micro-batches, rows, ...].
+
+        Returns:
+            The step's figures, scalars on the device. Reading one of them waits for the step.
 
         Raises:
-            ValueError: raised if axes do not match, or if labels or ids are out of range. On a GPU
-                the next call raises the latter, since this one does not wait for the step.
+            ValueError: raised if axes do not match, or labels or ids are out of range. On a GPU,
+                which is not waited for, the latter comes at the next call.
             NonFiniteError: raised if training can only skip its steps (see `on_nonfinite`). On a
-                GPU the next call raises it.
+                GPU it comes at the next call, too.
+
+        >>> dense = keras.layers.Dense(1, kernel_initializer="ones")
+        >>> model = keras.Sequential([keras.Input((2,)), dense])
+        >>> trainer = Trainer(model, "sgd", "mse")
+        >>> x = keras.ops.ones((4, 8, 2))  # 4 micro-batches of 8 rows, whose outputs are 2
+        >>> result = trainer.train_step((x, keras.ops.zeros((4, 8, 1))))
+        >>> float(result.loss), float(result.weight)
+        (4.0, 32.0)
         """
         return self._step_inputs.run(stack)
 
@@ -557,8 +579,9 @@ class Trainer:
         sample_weight: arguments.Arrays | None = None,
         verbose: bool = True,
     ) -> Summary:
-        """Prints what a train step computes and holds: parameters, FLOPs, memory by kind, and what
-        was compiled so far. Compiles the step where that was not done yet; runs nothing.
+        """Prints a train step's parameters, FLOPs, memory by kind and compiled programs.
+
+        The step is compiled where that was not done yet; nothing is run.
 
         Args:
             x: as `fit` takes it; only shapes and dtypes are read. None for the data that the
@@ -581,49 +604,67 @@ class Trainer:
         >>> model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(10)])
         >>> trainer = Trainer(model, "sgd", "mse", gradient_accumulation_steps=4)
         >>> x, y = keras.ops.ones((64, 100)), keras.ops.ones((64, 10))
-        >>> found = trainer.summary(x, y, batch_size=16, verbose=False)
-        >>> found.trainable_parameters, found.memory.by_kind["weights"]
+        >>> summary = trainer.summary(x, y, batch_size=16, verbose=False)
+        >>> summary.trainable_parameters, summary.memory.by_kind["weights"]
         (1010, 4040)
         """
-        found = summarize(self._builder, self._present_options, x, y, sample_weight, batch_size)
+        summary = summarize(self._builder, self._present_options, x, y, sample_weight, batch_size)
         if checks.true_or_false("verbose", verbose):
-            print(found)
-        return found
+            print(summary)
+        return summary
 
     def compiler_ir(
         self, stack: tuple[arguments.Arrays | None, ...], stage: ir.Stage = "optimized_hlo"
     ) -> str | bytes:
-        """Returns the compiled train step for a stack of this shape; runs nothing.
+        """Returns the train step as XLA compiles it for a stack of this shape; nothing is run.
 
         Args:
-            stack: `(x, y)` or `(x, y, sample_weight)`, as for `train_step`.
-            stage: one of the stages of TensorFlow's `experimental_get_compiler_ir`: "hlo",
-                "hlo_no_metadata", "hlo_serialized", "optimized_hlo", "optimized_hlo_dot",
-                "optimized_hlo_proto_serialized", "optimized_hlo_serialized", "stablehlo" or
-                "stablehlo_serialized".
+            stack: as `train_step` takes it. Only shapes and dtypes are read.
+            stage: how far the program is compiled: "stablehlo" or "hlo" is the program as it was
+                traced, "optimized_hlo" what XLA runs. "hlo_no_metadata" leaves the operations'
+                names out, and "optimized_hlo_dot" is a graph for Graphviz. Those that end with
+                "_serialized" are protocol buffers: "stablehlo_serialized", "hlo_serialized",
+                "optimized_hlo_serialized", and "optimized_hlo_proto_serialized" with the plan of
+                the memory.
 
         Returns:
-            A text, or bytes for the serialized stages.
+            The program as text; as bytes if it is serialized.
 
         Raises:
-            ValueError: raised if the step runs without XLA, if the model has replicas, or if the
-                stack does not fit.
+            ValueError: raised without XLA, for another stage, if the stack does not fit the model,
+                or under tf.distribute, where a step is several programs.
+
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> trainer = Trainer(model, "sgd", "mse", jit_compile=True)
+        >>> stack = keras.ops.ones((4, 8, 2)), keras.ops.zeros((4, 8, 1))
+        >>> "known_trip_count" in trainer.compiler_ir(stack)  # the loop over micro-batches
+        True
         """
         return ir.compiler_ir(*self._step_inputs.program(stack), stage=stage)
 
     def memory_analysis(self, stack: tuple[arguments.Arrays | None, ...]) -> ir.MemoryAnalysis:
-        """Returns XLA's memory plan of the train step for a stack of this shape; runs nothing.
+        """Returns XLA's memory plan of the train step for a stack of this shape; nothing is run.
 
         Args:
-            stack: `(x, y)` or `(x, y, sample_weight)`, as for `train_step`.
+            stack: as `train_step` takes it. Only shapes and dtypes are read.
+
+        Returns:
+            Bytes: `argument_bytes`, `output_bytes`, `alias_bytes`, `temp_bytes` and `peak_bytes`.
 
         Raises:
             ValueError: raised as by `compiler_ir`.
+
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> trainer = Trainer(model, "sgd", "mse", jit_compile=True)
+        >>> stack = keras.ops.ones((4, 8, 2)), keras.ops.zeros((4, 8, 1))
+        >>> plan = trainer.memory_analysis(stack)
+        >>> plan.argument_bytes >= 4 * 8 * 3 * 4  # the stack alone
+        True
         """
         return ir.memory_analysis(*self._step_inputs.program(stack))
 
-    def _plan(self, sample: arguments.Data, **asked: object) -> Plan:
-        return plan_for_data(self._builder, self._present_options, sample, **asked)
+    def _plan(self, sample: arguments.Data, **limits: Any) -> Plan:
+        return plan_for_data(self._builder, self._present_options, sample, **limits)
 
     @property
     def _present_options(self) -> Options:

@@ -157,7 +157,19 @@ class TrainStep:
         self._compiled = Program(self.run, jit_compile)
 
     def __call__(self, stack: arguments.Arrays) -> StepResult:
-        """Runs one train step on a nest of tensors or arrays `[micro-batches, ...]`."""
+        """Runs one train step, of as many micro-batches as the stack has.
+
+        Args:
+            stack: a nest of tensors or arrays of [micro-batches, ...], whose micro-batches
+                `loss_fn` takes one after the other.
+
+        Returns:
+            The step's figures, scalars on the device. Reading one of them waits for the step.
+
+        Raises:
+            ValueError: raised if the leading axes differ, or (at the first call) if XLA cannot
+                compile `loss_fn`, or `loss_fn` is refused (see the class).
+        """
         with checks.naming("stack"):
             stack = tf.nest.map_structure(_as_tensor, stack)
         trip_count(stack)

@@ -2,15 +2,18 @@
 
 import dataclasses
 
+import keras
 import pytest
 
+import fastaccum as fa
 from fastaccum.data.stacks import Layout
 from fastaccum.step import loss_scale
-from fastaccum.step.options import Options, Schedule
+from fastaccum.step.options import Schedule
 
 
 def test_options_are_checked_and_frozen():
-    options = Options(loss_scale=128, clip_norm=1)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    options = fa.Trainer(model, "sgd", "mse", loss_scale=128, clip_norm=1)._present_options
     assert repr(options) == (
         "Options(gradient_accumulation_steps=1, steps_per_execution=1, "
         "loss_scale=StaticLossScale(loss_scale=128.0), clip_norm=1.0, "
