@@ -58,17 +58,19 @@ def plan(
     >>> model = keras.Sequential([keras.Input((8,)), hidden, keras.layers.Dense(1)])
     >>> trainer = Trainer(model, "sgd", "mse")
     >>> sample = np.zeros((1, 8)), np.zeros((1, 1))
-    >>> found = plan(trainer, sample, global_batch_size=4, memory_limit="1GiB")
-    >>> found.batch_size, found.accumulation_steps
+    >>> chosen = plan(trainer, sample, global_batch_size=4, memory_limit="1GiB")
+    >>> chosen.batch_size, chosen.accumulation_steps
     (4, 1)
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(
             f"trainer={trainer!r} is not a fastaccum.Trainer: pass fastaccum.Trainer(model, ...)."
         )
-    asked = {
-        "global_batch_size": global_batch_size,
-        "memory_limit": memory_limit,
-        "recompute": recompute,
-    }
-    return _plan(trainer, sample, **asked, verbose=verbose)
+    return _plan(
+        trainer,
+        sample,
+        global_batch_size=global_batch_size,
+        memory_limit=memory_limit,
+        recompute=recompute,
+        verbose=verbose,
+    )

@@ -1,6 +1,4 @@
-"""Counts the arithmetic of a compiled program, instruction by instruction and turn by turn of
-loops.
-"""
+"""Counts the arithmetic of a compiled program from its instructions."""
 
 from __future__ import annotations
 
@@ -15,126 +13,152 @@ from fastaccum.memory.buffers import HloProto
 
 
 class Cost(NamedTuple):
-    """The arithmetic of one run of a program: the floating point operations of its matrix products
-    and convolutions.
+    """The arithmetic of one run of a program.
 
-    A multiplication and its addition are two; recomputed products count again, and elementwise
-    operations do not.
+    A multiplication and its addition are two operations. Recomputed products count again, and
+    elementwise operations do not count.
     """
 
-    flops: int
-    # true if XLA does not know the length of a loop with products, which counts as one turn
+    flops: int  # floating point operations of matrix products and convolutions
+    # True if XLA does not know the length of a loop with products, which counts as one turn.
     at_least: bool = False
 
 
 def count(protos: Iterable[HloProto]) -> Cost:
-    """Adds up the costs of optimized programs; of a conditional's branches, the one with the most
-    FLOPs counts.
-    """
-    modules = [proto.hlo_module for proto in protos]
-    return _sum(
-        _Reader(module.computations).cost(module.entry_computation_id) for module in modules
-    )
+    """Adds up the costs of optimized programs; of a conditional, the costliest branch counts."""
+    costs = []
+    for proto in protos:
+        module = proto.hlo_module
+        costs.append(_Reader(module.computations).cost(module.entry_computation_id))
+    return _sum(costs)
 
 
 class _Reader:
+    """The computations of a module, by their ids."""
+
     def __init__(self, computations: Iterable[HloProto]):
-        self._computations = {c.id: c for c in computations}
-        self._instructions = {i.id: i for c in computations for i in c.instructions}
+        self._computations: dict[int, HloProto] = {}
+        self._instructions: dict[int, HloProto] = {}
+        for computation in computations:
+            self._computations[computation.id] = computation
+            for instruction in computation.instructions:
+                self._instructions[instruction.id] = instruction
 
     def cost(self, computation: int) -> Cost:
-        """Adds up the costs of a computation's instructions, with those of the computations that
-        they call.
-        """
-        return _sum(map(self._launched, self._computations[computation].instructions))
+        """Adds up the costs of a computation and of those that it calls."""
+        return _sum(map(self._cost_of, self._computations[computation].instructions))
 
-    def _launched(self, line: HloProto) -> Cost:
-        called = list(line.called_computation_ids)
-        if line.opcode == "while":  # the body is called first
-            known = json.loads(line.backend_config or b"{}").get("known_trip_count", {})
-            inner = self.cost(called[0])
-            return Cost(
-                int(known.get("n", 1)) * inner.flops,
-                inner.at_least or (not known and inner.flops > 0),
-            )
-        if line.opcode == "conditional":
+    def _cost_of(self, instruction: HloProto) -> Cost:
+        called = list(instruction.called_computation_ids)
+        if instruction.opcode == "while":
+            config = json.loads(instruction.backend_config or b"{}")
+            trip_count = config.get("known_trip_count", {})
+            body = self.cost(called[0])
+            flops = int(trip_count.get("n", 1)) * body.flops
+            has_unknown_turns = not trip_count and body.flops > 0
+            return Cost(flops, body.at_least or has_unknown_turns)
+        if instruction.opcode == "conditional":
             return max(map(self.cost, called))
-        return _sum([Cost(self._flops(line)), *map(self.cost, called)])
+        return _sum([Cost(self._flops(instruction)), *map(self.cost, called)])
 
-    def _flops(self, line: HloProto) -> int:
-        target = line.custom_call_target
-        if line.opcode == "dot":
-            return self._product(line, line.dot_dimension_numbers.lhs_contracting_dimensions)
+    def _flops(self, instruction: HloProto) -> int:
+        """Counts the operations of an instruction itself, which may be a library's call."""
+        target = instruction.custom_call_target
+        if instruction.opcode == "dot":
+            dimensions = instruction.dot_dimension_numbers
+            return self._product(instruction, dimensions.lhs_contracting_dimensions)
         if target.startswith("__cublas$"):
-            gemm = json.loads(line.backend_config)["gemm_backend_config"]["dot_dimension_numbers"]
-            return self._product(line, map(int, gemm["lhs_contracting_dimensions"]))
-        if line.opcode == "convolution" or target.startswith("__cudnn$conv"):
-            return self._convolution(line)
-        return self._attention(line) if target.startswith("__cudnn$fmha") else 0
+            config = json.loads(instruction.backend_config)["gemm_backend_config"]
+            contracted = config["dot_dimension_numbers"]["lhs_contracting_dimensions"]
+            return self._product(instruction, map(int, contracted))
+        if instruction.opcode == "convolution" or target.startswith("__cudnn$conv"):
+            return self._convolution(instruction)
+        if target.startswith("__cudnn$fmha"):
+            return self._attention(instruction)
+        return 0
 
-    def _product(self, line: HloProto, contracted: Iterable[int]) -> int:
-        sizes = self._operand(line, 0).shape.dimensions
-        return (
-            2
-            * math.prod(_arrays(line.shape)[0].dimensions)
-            * math.prod(sizes[axis] for axis in contracted)
-        )
+    def _product(self, instruction: HloProto, contracted: Iterable[int]) -> int:
+        """Counts two operations for each element of the result and each contracted index."""
+        sizes = self._operand(instruction, 0).shape.dimensions
+        elements = math.prod(_arrays(instruction.shape)[0].dimensions)
+        return 2 * elements * math.prod(sizes[axis] for axis in contracted)
 
-    def _convolution(self, line: HloProto) -> int:
-        """Counts two FLOPs for each pair of an output and a weight that meet at an input, not at
-        the padding.
+    def _convolution(self, instruction: HloProto) -> int:
+        """Counts two operations for each output and weight that meet at an input.
+
+        A weight that meets the padding takes none.
         """
-        image, filters = (list(self._operand(line, i).shape.dimensions) for i in (0, 1))
-        result = list(_arrays(line.shape)[0].dimensions)
-        if line.custom_call_target.endswith("BackwardInput"):
+        image = list(self._operand(instruction, 0).shape.dimensions)
+        filters = list(self._operand(instruction, 1).shape.dimensions)
+        result = list(_arrays(instruction.shape)[0].dimensions)
+        # cuDNN's gradients have the arrays of the forward pass in other places.
+        if instruction.custom_call_target.endswith("BackwardInput"):
             image, result = result, image
-        elif line.custom_call_target.endswith("BackwardFilter"):
+        elif instruction.custom_call_target.endswith("BackwardFilter"):
             filters, result = result, filters
-        axes = line.convolution_dimension_numbers
-        pairs = 2 * result[axes.output_batch_dimension] // max(1, line.batch_group_count)
-        pairs *= (
-            filters[axes.kernel_input_feature_dimension]
+
+        axes = instruction.convolution_dimension_numbers
+        rows = result[axes.output_batch_dimension] // max(1, instruction.batch_group_count)
+        pairs = (
+            rows
+            * filters[axes.kernel_input_feature_dimension]
             * filters[axes.kernel_output_feature_dimension]
         )
-        spatial = axes.input_spatial_dimensions, axes.output_spatial_dimensions
-        for window, at_image, at_result in zip(line.window.dimensions, *spatial, strict=True):
-            pairs *= _meetings(window, image[at_image], result[at_result])
-        return pairs
+        for window, image_axis, result_axis in zip(
+            instruction.window.dimensions,
+            axes.input_spatial_dimensions,
+            axes.output_spatial_dimensions,
+            strict=True,
+        ):
+            pairs *= _meetings(window, image[image_axis], result[result_axis])
+        return 2 * pairs
 
-    def _attention(self, line: HloProto) -> int:
+    def _attention(self, instruction: HloProto) -> int:
         """Counts cuDNN's two products forward and five backward; a causal mask halves each."""
-        config = json.loads(line.backend_config)["cudnn_fmha_backend_config"]
+        config = json.loads(instruction.backend_config)["cudnn_fmha_backend_config"]
         scores = math.prod(map(int, config["intermediate_tensor_shape"]["dimensions"]))
-        products = 5 if "Backward" in line.custom_call_target else 2
-        flops = 2 * products * scores * self._operand(line, 0).shape.dimensions[-1]
-        return flops // 2 if "CAUSAL" in config.get("mask_type", "") else flops
+        products = 2
+        if "Backward" in instruction.custom_call_target:
+            products = 5
+        head_dim = self._operand(instruction, 0).shape.dimensions[-1]
+        flops = 2 * products * scores * head_dim
+        if "CAUSAL" in config.get("mask_type", ""):
+            return flops // 2
+        return flops
 
-    def _operand(self, line: HloProto, number: int) -> HloProto:
-        return self._instructions[line.operand_ids[number]]
+    def _operand(self, instruction: HloProto, number: int) -> HloProto:
+        return self._instructions[instruction.operand_ids[number]]
 
 
 def _meetings(window: HloProto, length: int, outputs: int) -> int:
     """Counts the pairs of an output and a weight that meet at an input, along one axis."""
-    dilated = window.base_dilation or 1
-    length = (length - 1) * dilated + 1
-    outputs_1, weights = np.arange(outputs)[:, np.newaxis], np.arange(window.size)
-    places = (
-        outputs_1 * (window.stride or 1)
-        + weights * (window.window_dilation or 1)
-        - window.padding_low
-    )
-    return int(np.sum((places >= 0) & (places < length) & (places % dilated == 0)))
+    base_dilation = window.base_dilation or 1
+    stride = window.stride or 1
+    window_dilation = window.window_dilation or 1
+    dilated_length = (length - 1) * base_dilation + 1
+
+    # The place in the dilated input at which each output [rows] meets each weight [columns].
+    starts = np.arange(outputs)[:, np.newaxis] * stride - window.padding_low
+    places = starts + np.arange(window.size) * window_dilation
+    is_inside = (places >= 0) & (places < dilated_length)
+    is_input = places % base_dilation == 0
+    return int(np.sum(is_inside & is_input))
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:
-    found = list(costs)
-    return Cost(sum(c.flops for c in found), any(c.at_least for c in found))
+    flops = 0
+    at_least = False
+    for cost in costs:
+        flops += cost.flops
+        at_least = at_least or cost.at_least
+    return Cost(flops, at_least)
 
 
 def _arrays(shape: HloProto) -> list[HloProto]:
     """Lists the arrays in a shape, which may be a tuple of tuples."""
-    return (
-        [array for part in shape.tuple_shapes for array in _arrays(part)]
-        if shape.tuple_shapes
-        else [shape]
-    )
+    if not shape.tuple_shapes:
+        return [shape]
+    arrays = []
+    for part in shape.tuple_shapes:
+        arrays += _arrays(part)
+    return arrays

@@ -9,8 +9,13 @@ from fastaccum.adapters.losses import OutputLoss
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory
 
+# The number of the largest buffers that an error lists.
 SHOWN = 5
-_VOCABULARY = 4096  # classes from which on it pays not to hold the logits
+
+# From so many classes on it pays not to hold the logits.
+_VOCABULARY = 4096
+
+# The advice where there is no other.
 _ELSE = "Take a smaller model, or a device with more memory."
 
 
@@ -35,24 +40,31 @@ class OutOfMemoryError(MemoryError):
         fits: int | None = None,
     ):
         super().__init__(message)
-        self.memory, self.limit, self.fits = memory, limit, fits
+        self.memory = memory
+        self.limit = limit
+        self.fits = fits
 
     @property
     def largest(self) -> list[Buffer]:
         """The buffers by size, the largest first."""
-        return [] if self.memory is None else self.memory.largest
+        if self.memory is None:
+            return []
+        return self.memory.largest
 
     @property
     def by_kind(self) -> dict[Kind, int]:
         """Bytes of each kind."""
-        return {} if self.memory is None else self.memory.by_kind
+        if self.memory is None:
+            return {}
+        return self.memory.by_kind
 
 
 def in_units(size: float) -> str:
     """Formats a number of bytes: "3.2 GiB"."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
-        if size >= unit:
-            return f"{size / unit:,.1f} {name}"
+    if size >= 2**30:
+        return f"{size / 2**30:,.1f} GiB"
+    if size >= 2**20:
+        return f"{size / 2**20:,.1f} MiB"
     return f"{size / 2**10:,.1f} KiB"
 
 
@@ -66,47 +78,62 @@ def explain(
     note: str = "",
     training: bool = True,
 ) -> OutOfMemoryError:
-    """Makes the error that says after `message` where the bytes are, and what to change: `advice`,
-    and `more`.
+    """Makes the error that tells where the bytes are, and what to change.
+
+    Args:
+        message: the error's first sentences.
+        memory: of the program, or of what is held where no program is known.
+        limit: bytes that the program may take.
+        outputs: the model's outputs that have a loss.
+        batch_size: rows of a micro-batch that fits, and how many of them make the same update.
+        more: advice after that of `advice`.
+        note: a last remark.
+        training: False for an evaluation, which has advice of its own.
     """
-    found = (
-        advice(memory, batch_size, outputs, limit)
-        if training
-        else ["Evaluate with a smaller batch_size."]
-    )
-    changes = [*([*found, *more] or [_ELSE]), *[note] * bool(note)]
-    lines = [message, *_shares(memory), "What to change:", *(f"  - {change}" for change in changes)]
-    return OutOfMemoryError("\n".join(lines), memory, limit, batch_size and batch_size[0])
+    changes = ["Evaluate with a smaller batch_size."]
+    if training:
+        changes = advice(memory, batch_size, outputs, limit)
+    changes += more
+    if not changes:
+        changes.append(_ELSE)
+    if note:
+        changes.append(note)
+    lines = [message, *_shares(memory), "What to change:"]
+    lines += [f"  - {change}" for change in changes]
+
+    rows = None
+    if batch_size is not None:
+        rows, _ = batch_size
+    return OutOfMemoryError("\n".join(lines), memory, limit, rows)
 
 
 def _shares(memory: StepMemory) -> list[str]:
     """Lists the bytes of each kind and the largest buffers, a line each."""
-    lines = [
-        f"  {kind:<16}{in_units(size):>11}{size / memory.peak_bytes:>6.0%}"
-        for kind, size in memory.by_kind.items()
-    ]
+    lines = []
+    for kind, size in memory.by_kind.items():
+        lines.append(f"  {kind:<16}{in_units(size):>11}{size / memory.peak_bytes:>6.0%}")
     lines.append("The largest:")
     for buffer in memory.largest[:SHOWN]:
-        place = " ".join(
-            filter(
-                None, (buffer.layer, buffer.operation, str([*buffer.shape]) * bool(buffer.shape))
-            )
-        )
-        lines.append(f"  {in_units(buffer.bytes):>11}  {buffer.kind}: {place}")
+        place = [buffer.layer, buffer.operation]
+        if buffer.shape:
+            place.append(str(list(buffer.shape)))
+        description = " ".join(part for part in place if part)
+        lines.append(f"  {in_units(buffer.bytes):>11}  {buffer.kind}: {description}")
     return lines
 
 
 def head_advice(memory: StepMemory, outputs: Sequence[OutputLoss]) -> list[str]:
-    """Writes the argument that saves a large table of scores, for each output that has one and
-    could do without.
-    """
-    wide = {buffer.shape[-1] for buffer in memory.largest[:SHOWN] if len(buffer.shape) > 1}
-    found = [
-        replacement(o.loss)
-        for o in outputs
-        if (o.classes or 0) >= _VOCABULARY and o.classes in wide
-    ]
-    return [line for line in found if line is not None]
+    """Writes the argument that saves the logits of an output, for each with large ones."""
+    largest = memory.largest[:SHOWN]
+    last_axes = {buffer.shape[-1] for buffer in largest if len(buffer.shape) > 1}
+    lines = []
+    for output in outputs:
+        classes = output.classes or 0
+        if classes >= _VOCABULARY and classes in last_axes:
+            line = replacement(output.loss)
+            if line is not None:
+                lines.append(line)
+    return lines
 
 
 def advice(
@@ -115,34 +142,35 @@ def advice(
     outputs: Sequence[OutputLoss] = (),
     limit: int = 0,
 ) -> list[str]:
-    """Lists changes that save memory, a sentence each, the one that helps most first; `batch_size`
-    is one that fits.
+    """Lists changes that save memory, a sentence each, the one that helps most first.
+
+    `batch_size` is that of `explain`.
     """
-    kinds, peak = memory.by_kind, memory.peak_bytes
-    # a peak far beyond the device's memory has many parts that are too large
+    kinds = memory.by_kind
+    peak = memory.peak_bytes
+    # A peak far beyond the device's memory has many parts that are too large.
     much = min(peak, limit or peak) / 4
-    found = []
+    changes = []
     if batch_size is not None:
         rows, steps = batch_size
-        found.append(
+        changes.append(
             f"batch_size={rows} with gradient_accumulation_steps={steps} fits: as many rows an "
             "update."
         )
-    found += [
-        f"{line} holds a part of the logits at a time." for line in head_advice(memory, outputs)
-    ]
+    for line in head_advice(memory, outputs):
+        changes.append(f"{line} holds a part of the logits at a time.")
     if kinds["activations"] > peak / 4 and has_gpu():  # on a CPU XLA does not save by it
-        found.append(
+        changes.append(
             "fastaccum.remat(model) computes activations again in the backward pass instead of "
             "holding them."
         )
     if kinds["optimizer slots"] > much:
-        found.append(
+        changes.append(
             "An optimizer with smaller slots (Lion has one a weight, Adafactor less, SGD "
             f"without momentum none) takes up to {in_units(kinds['optimizer slots'])} off."
         )
     if kinds["data"] > much:
-        found.append(
+        changes.append(
             "Fewer rows an update, or a smaller steps_per_execution, take less data at once."
         )
-    return found
+    return changes

@@ -19,10 +19,10 @@ from fastaccum.training.step_builder import StepBuilder
 
 
 class Evaluation:
-    """Computes loss and metrics over `steps` batches, or all, of data that is read in as many
-    `passes`.
+    """Computes the loss and the metrics over `steps` batches of data, or all of them.
 
-    A pass over data that is read once, such as a generator, begins where the last one ended.
+    It is called once for each of the `passes`. A pass over data that is read once, such as a
+    generator, begins where the last one ended.
     """
 
     def __init__(
@@ -38,18 +38,20 @@ class Evaluation:
             data.read_at_most(steps * passes)
         self._builder = builder
         self._step = builder.get_or_build(data.sample, options)
-        # One micro-batch per dispatch where the caller counts them.
-        micro_batches = (
-            options.gradient_accumulation_steps * options.steps_per_execution
-            if steps is None
-            else 1
-        )
+        # A dispatch has one micro-batch where the caller counts them.
+        micro_batches = 1
+        if steps is None:
+            micro_batches = options.gradient_accumulation_steps * options.steps_per_execution
         self._stacks = data.stacks(builder.evaluation_layout(options, micro_batches), steps, passes)
-        self._sample, self._model = data.sample, self._step.objective.model.model
+        self._sample = data.sample
+        self._model = self._step.objective.model.model
         self._read_once = data.read_once
         self._passes: Iterator[Iterator[Dispatch]] = iter(())
-        dispatches, self._size = self._stacks.steps_per_epoch, self._stacks.layout.accumulation
-        self.batches = None if dispatches is None else dispatches * self._size
+        self._size = self._stacks.layout.accumulation  # batches in a dispatch
+        self.batches: int | None = None  # in a pass, where that is known
+        dispatches = self._stacks.steps_per_epoch
+        if dispatches is not None:
+            self.batches = dispatches * self._size
 
     def __call__(self, hooks: Callbacks) -> dict[str, float]:
         """Runs a pass and returns its logs; within a fit, the logs of its epoch go on as before."""
@@ -61,20 +63,26 @@ class Evaluation:
         self._stacks.close()
 
     def _run(self, hooks: Callbacks) -> dict[str, float]:
-        step, stacks = self._step, self._stacks
+        step = self._step
+        stacks = self._stacks
         stacks.reset()
         step.running.reset_logs()
         self._model.stop_evaluating = False
         hooks.list.on_test_begin()
         begin, end = hooks.hooks("test")
-        totals = None
+        totals: list[tf.Tensor] | None = None
         dispatches = step.lockstep(stacks, self._next_pass(), training=False)
-        for batch, dispatch in zip(itertools.count(step=self._size), dispatches, strict=False):
-            begin(batch)
+        for first_batch, dispatch in zip(
+            itertools.count(step=self._size), dispatches, strict=False
+        ):
+            begin(first_batch)
             sums, check = step.evaluate(dispatch)
-            totals = sums if totals is None else [a + b for a, b in zip(totals, sums, strict=True)]
+            if totals is None:
+                totals = sums
+            else:
+                totals = [total + value for total, value in zip(totals, sums, strict=True)]
             read = functools.partial(self._logs, totals, check)
-            end(batch + self._size - 1, read)
+            end(first_batch + self._size - 1, read)
             if self._model.stop_evaluating:
                 break
         logs = read()
@@ -82,8 +90,10 @@ class Evaluation:
         return logs
 
     def _next_pass(self) -> Iterator[Dispatch]:
-        """Returns the dispatches of the next pass; raises ValueError if data that is read once is
-        used up.
+        """Returns the dispatches of the next pass.
+
+        Raises:
+            ValueError: raised if data that is read once is used up.
         """
         if self._read_once:
             dispatches = next(self._passes, None)
@@ -97,23 +107,27 @@ class Evaluation:
         return self._step.objective.evaluated([t.numpy().item() for t in totals])
 
     def in_order(self, logs: Mapping[str, float]) -> float | list[float]:
-        """Returns the logs' values as Keras's `evaluate` does: a list in its order, or the only
-        value.
-        """
+        """Returns the values as Keras's `evaluate` does: a list in its order, or the only one."""
         values = [logs[name] for name in self._step.objective.in_order(logs)]
-        return values[0] if len(values) == 1 else values
+        if len(values) == 1:
+            return values[0]
+        return values
 
     def require_traceable(self, like: Batch) -> None:
-        """Traces the evaluation unless its rows have the shapes of `like`, so that errors come
-        before training.
+        """Traces the evaluation, so that its errors come before training.
+
+        Rows that have the shapes of `like` need no trace.
         """
         if _row_shapes(self._sample) == _row_shapes(like):
             return
-        one = tf.nest.map_structure(
-            lambda s: tf.TensorSpec([1, s.shape[0] or 1, *s.shape[1:]], s.dtype), self._sample
-        )
+
+        def one_micro_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
+            return tf.TensorSpec([1, spec.shape[0] or 1, *spec.shape[1:]], spec.dtype)
+
+        stack = tf.nest.map_structure(one_micro_batch, self._sample)
+        evaluate = tf.function(self._step.objective.evaluate, autograph=False)
         with self._step.translate_errors():
-            tf.function(self._step.objective.evaluate, autograph=False).get_concrete_function(one)
+            evaluate.get_concrete_function(stack)
 
 
 def _row_shapes(sample: Batch) -> object:
@@ -121,8 +135,10 @@ def _row_shapes(sample: Batch) -> object:
 
 
 def predict(model: Model, x: object, **options: Any) -> Any:
-    """Returns Keras's predictions; raises ValueError for data that the model cannot be called
-    with.
+    """Returns Keras's predictions.
+
+    Raises:
+        ValueError: raised for data that the model cannot be called with.
     """
     for name in ("batch_size", "steps"):
         if options[name] is not None:

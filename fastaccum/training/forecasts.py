@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
@@ -30,19 +31,28 @@ def make_plan(
     verbose: Literal["auto", 0, 1, 2] = "auto",
     bound_suffices: bool = False,
 ) -> planner.Plan:
-    """Plans a micro-batch of `at_most` so many rows for data like `sample`; other arguments are
-    `fastaccum.plan`'s.
+    """Plans the micro-batch for data like a sample; the arguments are those of `fastaccum.plan`.
 
-    If a `bound_suffices`, as where the micro-batch is asked for and not its figures, nothing is
-    compiled on a CPU that plainly has the room.
+    Args:
+        builder: builds the step that is compiled for the plan.
+        options: the options of the step.
+        sample: specs of a micro-batch.
+        global_batch_size: as for `fastaccum.plan`.
+        at_most: the most rows of a micro-batch; None for any number.
+        memory_limit: as for `fastaccum.plan`.
+        recompute: as for `fastaccum.plan`.
+        verbose: as for `fastaccum.plan`.
+        bound_suffices: whether nothing need be compiled on a CPU that plainly has the room. The
+            plan then has a bound in place of the figures.
     """
-    asked = {
-        "memory_limit": memory_limit,
-        "recompute": recompute,
-        "verbose": verbose,
-        "at_most": at_most,
-    }
-    builder.fingerprint.require_alike("plan", global_batch_size=global_batch_size, **asked)
+    builder.fingerprint.require_alike(
+        "plan",
+        global_batch_size=global_batch_size,
+        memory_limit=memory_limit,
+        recompute=recompute,
+        verbose=verbose,
+        at_most=at_most,
+    )
     if recompute is not None:
         checks.one_of("recompute", recompute, ("auto",))
     if options.jit_compile is False:
@@ -52,34 +62,35 @@ def make_plan(
         )
     instead = "pass a batch_size: what fits is read off an XLA program"
     compilable.require(builder.recipe.model, instead)
-    size, replicas = (
-        checks.whole_number("global_batch_size", global_batch_size),
-        builder.recipe.replicas,
-    )
-    rows = planner.candidates(size, 1 if replicas is None else replicas.count, at_most)
-    step = builder.get_or_build(specs(sample, rows[-1]), options)
+
+    all_rows = checks.whole_number("global_batch_size", global_batch_size)
+    replicas = builder.recipe.replicas
+    count = 1 if replicas is None else replicas.count
+    sizes = planner.candidates(all_rows, count, at_most)
+    step = builder.get_or_build(specs(sample, sizes[-1]), options)
     compilable.require_no_python(builder.calling_python, instead)
-    dispatched = options.steps_per_execution
+
+    policies: Sequence[planner.Policy] = (None,)
+    # A model that recomputes already does so as its user chose.
+    if recompute and not installed(step.objective.model.model):
+        policies = planner.RECOMPUTED
     search = planner.Planner(
         step,
         sample,
-        size,
+        all_rows,
         replicas=replicas,
-        dispatched=dispatched,
+        dispatched=options.steps_per_execution,
         verbose=verbose,
         bound_suffices=bound_suffices,
     )
-    # A model that computes again already does so as its user chose.
-    policies = (
-        planner.RECOMPUTED if recompute and not installed(step.objective.model.model) else (None,)
-    )
     with step.translate_errors():
-        return search.plan(rows, memory_limit, policies)
+        return search.plan(sizes, memory_limit, policies)
 
 
-def plan_for_data(builder: StepBuilder, options: Options, data: Any, **asked: Any) -> planner.Plan:
-    """Plans the micro-batch for data as `fit` takes them; `asked` are the other arguments of
-    `fastaccum.plan`.
+def plan_for_data(builder: StepBuilder, options: Options, data: Any, **limits: Any) -> planner.Plan:
+    """Plans the micro-batch for data as `fit` takes them.
+
+    `limits` are the other arguments of `fastaccum.plan`.
     """
     if hasattr(data, "__next__") or isinstance(wrap_sequence(data), keras.utils.PyDataset):
         raise TypeError(f"sample is a {type(data).__name__}: pass one of its batches, as a tuple.")
@@ -88,7 +99,7 @@ def plan_for_data(builder: StepBuilder, options: Options, data: Any, **asked: An
     source = builder.recipe.make_source(
         x, y, sample_weight, options, batch_size=None, what="sample"
     )
-    return make_plan(builder, options, source.sample, **asked)
+    return make_plan(builder, options, source.sample, **limits)
 
 
 def summarize(
@@ -99,8 +110,9 @@ def summarize(
     sample_weight: object,
     batch_size: int | None,
 ) -> Summary:
-    """Compiles the step for data as `fit` takes them, or for the data seen first where x is None;
-    runs nothing.
+    """Summarizes the step for data as `fit` takes them, or for the data seen first if x is None.
+
+    The step is compiled; nothing is run.
     """
     if is_read_once(x):
         raise TypeError(

@@ -51,9 +51,7 @@ def _close(readers: Sequence[Reader | None]) -> None:
 
 
 def _release_iterators(error: BaseException) -> None:
-    """Clears TensorFlow's frames in the traceback of an error: Ctrl-C leaves one that holds the
-    iterator.
-    """
+    """Clears TensorFlow's frames in an error's traceback, one of which may hold the iterator."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "").startswith("tensorflow."):
             with contextlib.suppress(RuntimeError):  # a frame that still runs

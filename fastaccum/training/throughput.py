@@ -29,8 +29,9 @@ class Throughput:
 
     @property
     def steps_per_second(self) -> float:
-        """Updates a second. Times the `flops` of `Trainer.summary` it is what each device computes
-        in a second.
+        """Updates a second.
+
+        Times the `flops` of `Trainer.summary`, it is what each device computes in a second.
         """
         return self.steps / self.seconds
 
@@ -51,9 +52,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timing(self, dispatch: Dispatch, programs: Mapping[str, Program]) -> Iterator[None]:
-        """Counts a dispatch that is executed inside the block, unless one of the programs is
-        compiled there.
-        """
+        """Counts the dispatch that the block executes, unless it compiles one of the programs."""
         before = _seconds_compiling(programs)
         start = time.perf_counter()
         yield
@@ -66,7 +65,9 @@ class Stopwatch:
     def read(self) -> Throughput | None:
         """Returns the speed, after the last step is done; None where each call compiled."""
         seconds = time.perf_counter() - self._start - self._compiling
-        return Throughput(self._steps, self._rows, seconds) if self._steps else None
+        if not self._steps:
+            return None
+        return Throughput(self._steps, self._rows, seconds)
 
 
 def _seconds_compiling(programs: Mapping[str, Program]) -> float:

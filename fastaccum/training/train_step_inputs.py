@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -21,32 +22,31 @@ from fastaccum.training.step_builder import StepBuilder
 
 
 class TrainStepInputs:
-    """Checks stacks `(x, y)` or `(x, y, sample_weight)` of [micro-batches, rows, ...], and runs
-    train steps on them.
+    """Runs train steps on stacks that the caller made, each kind of which is checked once.
+
+    A stack is `(x, y)` or `(x, y, sample_weight)`, each of [micro-batches, rows, ...].
     """
 
     def __init__(self, builder: StepBuilder, options: Callable[[], Options]):
-        self._builder, self._options = builder, options
+        self._builder = builder
+        self._options = options
         self._step: Step | None = None
         self._layers: list[keras.layers.Layer] = []
-        self._known: set[tuple] = set()
+        self._known: set[tuple] = set()  # signatures of the stacks that were checked
         self._pending: PendingStep | None = None
 
     def prepare(self, stack: Sequence[arguments.Arrays | None]) -> tuple[Step, Batch]:
-        """Returns the step and the stack as a `Batch`; a stack like an earlier one is not checked
-        again.
-        """
-        batch = stack
-        if type(stack) in (tuple, list) and 1 <= len(stack) <= 3:
-            x, *others = stack
-            batch = Batch(x, *(() if each is None else each for each in others or [None]))
+        """Returns the step and the stack as a `Batch`, checked unless one like it was before."""
+        unchecked = _as_batch(stack)
         if (
             self._step is not None
-            and isinstance(batch, Batch)
-            and self._signature(batch) in self._known
+            and unchecked is not None
+            and self._signature(unchecked) in self._known
         ):
-            return self._step, batch
-        recipe, options = self._builder.recipe, self._options()
+            return self._step, unchecked
+
+        recipe = self._builder.recipe
+        options = self._options()
         batch = as_stack(stack, recipe.needs_targets, recipe.takes_text(options))
         if self._step is None or self._signature(batch) not in self._known:
             sample = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch)
@@ -56,11 +56,14 @@ class TrainStepInputs:
         return self._step, batch
 
     def _signature(self, batch: Batch) -> tuple:
-        return flatten(batch)[1], remat.changes(), *[layer.trainable for layer in self._layers]
+        """Returns what a stack must share with a checked one: specs, and the model's state."""
+        _, specs = flatten(batch)
+        return specs, remat.changes(), *[layer.trainable for layer in self._layers]
 
     def run(self, stack: Sequence[arguments.Arrays | None]) -> StepResult:
-        """Runs one train step and raises what its outcome says; on a GPU, without a wait, at the
-        next call.
+        """Runs one train step, and raises what its outcome says.
+
+        On a GPU, which is not waited for, the outcome is read at the next call.
         """
         step, batch = self.prepare(stack)
         if self._builder.recipe.replicas is not None:
@@ -68,10 +71,13 @@ class TrainStepInputs:
         dispatch = Dispatch((batch,))
         executed = step.dispatch(dispatch)
         pending = PendingStep(step, executed, dispatch)
-        late, self._pending = (self._pending, pending) if has_gpu() else (pending, None)
-        if late is not None:
+        to_read: PendingStep | None = pending
+        if has_gpu():
+            to_read = self._pending
+            self._pending = pending
+        if to_read is not None:
             try:
-                late.require()
+                to_read.require()
             except Exception:
                 # The new step was skipped too, because the step before it failed.
                 self._pending = None
@@ -79,10 +85,13 @@ class TrainStepInputs:
         return executed.result
 
     def program(self, stack: Sequence[arguments.Arrays | None]) -> tuple[Program, Batch]:
-        """Returns the program of one device for a stack of this shape, and the stack; ValueError
-        with replicas.
+        """Returns the program of one device for a stack of this shape, and the stack.
+
+        Raises:
+            ValueError: raised with replicas, on which a step is several programs.
         """
-        if (replicas := self._builder.recipe.replicas) is not None:
+        replicas = self._builder.recipe.replicas
+        if replicas is not None:
             raise ValueError(
                 f"Under {type(replicas.strategy).__name__} a train step is several programs: ask "
                 "for that of the same model made outside the scope, with the batch_size of one "
@@ -90,3 +99,15 @@ class TrainStepInputs:
             )
         step, batch = self.prepare(stack)
         return step.programs["train step"], batch
+
+
+def _as_batch(stack: Any) -> Batch | None:
+    """Makes a `Batch` of a stack without a look at its parts; None where it has too many."""
+    if isinstance(stack, Batch):
+        return stack
+    if type(stack) not in (tuple, list) or not 1 <= len(stack) <= 3:
+        return None
+    x, *targets = stack
+    if not targets:
+        targets = [None]
+    return Batch(x, *[() if part is None else part for part in targets])
