@@ -22,8 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal in ASCII gets escapes
+    if argv is None:
+        argv = sys.argv[1:]
     try:
-        code = _main(sys.argv[1:] if argv is None else argv)
+        code = _main(argv)
         sys.stdout.flush()
         return code
     except options.BadArgument as error:

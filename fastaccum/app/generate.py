@@ -13,16 +13,20 @@ from fastaccum.app.options import MODEL_FILE, BadArgument
 
 
 def generate(options: argparse.Namespace) -> int:
-    """Prints the prompt and its continuation as the parsed `options` say, and returns the exit
-    code.
-    """
+    """Prints the prompt and its continuation as parsed, and returns the exit code."""
     prompt = os.fsencode(options.prompt)
     file = Path(options.run, MODEL_FILE)
     try:
         model = keras.saving.load_model(file, compile=False)
         context = model.get_layer("context").context
-        how = {"temperature": options.temperature, "seed": options.seed}
-        continuation = text.generate(model, prompt, options.length, context, **how)
+        continuation = text.generate(
+            model,
+            prompt,
+            options.length,
+            context,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
     except (ValueError, OSError) as error:
         raise BadArgument(f"fastaccum generate: error: {error}") from error
     print(text.printable(prompt + continuation))

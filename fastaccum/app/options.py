@@ -1,6 +1,4 @@
-"""The options of the `fastaccum` command, and the devices that there are. Needs no TensorFlow to
-answer --help.
-"""
+"""The options of the `fastaccum` command, and the devices; --help needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -20,6 +18,10 @@ exit codes: 0 done; 1 failed on its way; 2 bad arguments, nothing started; 130 e
 The first Ctrl-C ends training after the current step and saves what was learned; a second aborts.
 However a run ended, `fastaccum train --resume FOLDER` continues from its last checkpoint.
 """
+TRAIN_ABOUT = """\
+Trains a small language model (a transformer) on text, byte by byte. A part of the text is
+held out, and the model is evaluated on it. Writes a run folder: config.json, metrics.csv,
+curve.png, model.keras and checkpoints."""
 MOST = 10**6  # windows in a micro-batch, micro-batches in an update
 MOST_STEPS = 10**9
 PRESETS = ("nano", "micro", "124m", "350m", "1.3b")  # of `fastaccum.gpt`, by name
@@ -45,9 +47,7 @@ Number = TypeVar("Number", int, float)
 
 
 class BadArgument(Exception):
-    """An argument that cannot be used: one line that names the program, the value and the
-    remedy.
-    """
+    """An argument that cannot be used: one line with the program, the value and the remedy."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, parsed.parser)}"
         )
     # Options cannot be abbreviated, and one that equals its default is given, too.
-    parsed.given = {each.partition("=")[0] for each in argv}
+    parsed.given = {argument.partition("=")[0] for argument in argv}
     # Found here, and not some seconds later, when TensorFlow is imported.
     if getattr(parsed, "resume", None) is not None:
         where = "name a folder that `fastaccum train` wrote, such as runs/nano-adamw-seed0"
@@ -134,15 +134,7 @@ def make_parser() -> Parser:
 
 
 def _add_train(add_parser: Callable[..., Parser]) -> None:
-    about = (
-        "Trains a small language model (a transformer) on text, byte by byte. A part of the text "
-        "is\n"
-    )
-    about += (
-        "held out, and the model is evaluated on it. Writes a run folder: config.json, "
-        "metrics.csv,\n"
-    )
-    about += "curve.png, model.keras and checkpoints."
+    about = TRAIN_ABOUT
     train = add_parser(
         "train", help="train a small language model on text", description=about, epilog=EPILOG
     )
@@ -160,8 +152,10 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
     add("--precision", choices=precisions, default="auto", help=precision)
     preset = f"model size: {', '.join(PRESETS)} (%(default)s)"
     add("--preset", choices=PRESETS, default="nano", metavar="NAME", help=preset)
-    optimizer = "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one "
-    optimizer += "of tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
+    optimizer = (
+        "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one of "
+        "tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
+    )
     add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
     rate = (
         "highest learning rate: it rises to this first, then falls to a 50th along a cosine "
@@ -180,9 +174,8 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
     add("--checkpoint-every", type=_whole(1, MOST_STEPS), default=50, metavar="N", help=every)
     resume = (
         "continue the run in FOLDER from its last checkpoint, with its options; with --steps N "
-        "it is extended to "
+        "it is extended to N updates, at the learning rate with which the run's own steps end"
     )
-    resume += "N updates, at the learning rate with which the run's own steps end"
     add("--resume", metavar="FOLDER", help=resume)
     cache = (
         "neither load nor keep compiled programs ($FASTACCUM_COMPILE_CACHE, or ~/.cache/fastaccum)"
@@ -228,7 +221,8 @@ def _number(
 ) -> Callable[[str], Number]:
     def parse(value: str) -> Number:
         with contextlib.suppress(ValueError):
-            if least <= (number := kind(value)) <= most:
+            number = kind(value)
+            if least <= number <= most:
                 return number
         raise argparse.ArgumentTypeError(f"{value!r} must be a {what}")
 
@@ -236,16 +230,15 @@ def _number(
 
 
 def list_devices() -> list[tuple[str, str]]:
-    """Lists `(kind, name)` of each device, GPUs first: `("GPU", "NVIDIA H200")`, `("CPU", "2
-    cores")`.
-    """
+    """Lists `(kind, name)` of each device, GPUs first, such as `("CPU", "2 cores")`."""
     import tensorflow as tf
 
-    gpus = [
-        tf.config.experimental.get_device_details(gpu)
-        for gpu in tf.config.list_physical_devices("GPU")
-    ]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return [("GPU", gpu.get("device_name", "unnamed")) for gpu in gpus] + [
-        ("CPU", f"{cores} cores")
-    ]
+    devices = []
+    for gpu in tf.config.list_physical_devices("GPU"):
+        details = tf.config.experimental.get_device_details(gpu)
+        devices.append(("GPU", details.get("device_name", "unnamed")))
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):  # of these, the cores that this process may use
+        cores = len(os.sched_getaffinity(0))
+    devices.append(("CPU", f"{cores} cores"))
+    return devices

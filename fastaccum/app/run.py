@@ -1,6 +1,4 @@
-"""Runs of `fastaccum train`, from the options or from the folder in which a run began, and that
-folder.
-"""
+"""Runs of `fastaccum train`, from options or from a run's folder, and that folder."""
 
 from __future__ import annotations
 
@@ -78,9 +76,8 @@ class Run:
         self.options = options
         self.steps: int = options.steps if steps is None else steps
         keras.utils.set_random_seed(options.seed)
-        self.name = (
-            f"{options.preset}-{options.optimizer.lower().replace(':', '-')}-seed{options.seed}"
-        )
+        optimizer_name = options.optimizer.lower().replace(":", "-")
+        self.name = f"{options.preset}-{optimizer_name}-seed{options.seed}"
         kind, device_name = list_devices()[0]
         if options.precision == "auto":
             options.precision = "mixed_float16" if kind == "GPU" else "float32"
@@ -115,9 +112,8 @@ class Run:
             gradient_accumulation_steps=options.accum,
             clip_norm=1.0,
         )
-        self.identity = {name: getattr(options, name) for name in OPTIONS} | {
-            "text_sha256": self.text.sha256
-        }
+        self.identity = {name: getattr(options, name) for name in OPTIONS}
+        self.identity["text_sha256"] = self.text.sha256
         # Absolute: the run may be resumed from another working directory.
         self.config = {
             **self.identity,
@@ -125,40 +121,44 @@ class Run:
         }
         if self.steps > options.steps:
             self.config[EXTENDED] = self.steps
-        say("device", f"{kind} {device_name}, {options.precision}")
+        self._say(f"{kind} {device_name}, {options.precision}")
+
+    def _say(self, device_line: str) -> None:
+        """Prints what is trained, on what and how."""
+        options = self.options
         source = ", ".join(options.paths) or "Python's standard library"
-        say(
-            "text",
-            f"{source}: {len(self.text.train):,} bytes to train on, {len(self.text.held_out):,} "
-            "held out",
-        )
+        trained_bytes = len(self.text.train)
+        held_out_bytes = len(self.text.held_out)
+        rows = options.batch_size * options.accum
+        say("device", device_line)
+        say("text", f"{source}: {trained_bytes:,} bytes to train on, {held_out_bytes:,} held out")
         say("model", f"{options.preset}: {self.model.count_params():,} parameters")
-        batch = f"micro-batch {options.batch_size} x accumulation {options.accum} = global batch"
         say(
             "batch",
-            f"{batch} {options.batch_size * options.accum:,} windows of {self.context:,} bytes",
+            f"micro-batch {options.batch_size} x accumulation {options.accum} = global batch "
+            f"{rows:,} windows of {self.context:,} bytes",
         )
         say(
             "training",
             f"{self.steps:,} steps of {options.optimizer}, learning rate up to {options.lr:g}",
         )
         if self.steps > options.steps:
-            lowest = f"{LOWEST_RATE * options.lr:g}"
+            lowest = LOWEST_RATE * options.lr
             say(
                 "",
-                f"which falls to {lowest} over the first {options.steps:,} steps, and then stays "
+                f"which falls to {lowest:g} over the first {options.steps:,} steps, and then stays "
                 "there",
             )
 
 
 def resume(options: argparse.Namespace) -> Run:
-    """Makes the `Run` that continues in the folder `options.resume`, to `--steps` in all where
-    these are given.
+    """Makes the `Run` that continues in the folder `options.resume`, to `--steps` if it is named.
 
     Raises:
         ValueError: raised if the run cannot continue as it began.
     """
-    kept = {"--out", *(f"--{name.replace('_', '-')}" for name in OPTIONS)} - {"--steps"}
+    flags = {name: f"--{name.replace('_', '-')}" for name in OPTIONS}
+    kept = {"--out", *flags.values()} - {"--steps"}
     extra = sorted(kept & options.given)
     if options.paths:
         extra.append("FILE or FOLDER")
@@ -167,12 +167,12 @@ def resume(options: argparse.Namespace) -> Run:
             f"--resume {options.resume}: a run keeps its options, all but --steps; leave out "
             f"{', '.join(extra)}"
         )
-    asked = options.steps if "--steps" in options.given else None
+    new_steps = options.steps if "--steps" in options.given else None
     file = Path(options.resume, CONFIG_FILE)
     try:
         config = json.loads(file.read_bytes())
         # Through the parser again: it knows what each may be.
-        arguments = [f"--{name.replace('_', '-')}={config[name]}" for name in OPTIONS]
+        arguments = [f"{flag}={config[name]}" for name, flag in flags.items()]
         parsed = options.parser.parse_args([*arguments, "--", *map(str, config["paths"])], options)
         began_with = str(config["text_sha256"])
         steps = _steps_of(config)
@@ -181,13 +181,13 @@ def resume(options: argparse.Namespace) -> Run:
         raise ValueError(
             f"{str(file)!r} is not what this version writes for a run: {reason}"
         ) from error
-    if asked is not None:
-        if asked < steps:
+    if new_steps is not None:
+        if new_steps < steps:
             raise ValueError(
-                f"--steps {asked}: the run in {options.resume} has {steps} steps: leave --steps "
-                "out, or give more"
+                f"--steps {new_steps}: the run in {options.resume} has {steps} steps: leave "
+                "--steps out, or give more"
             )
-        steps = asked
+        steps = new_steps
     run = Run(parsed, steps, _done_in(Path(options.resume, CHECKPOINTS)))
     if run.text.sha256 != began_with:
         raise ValueError(
@@ -199,8 +199,9 @@ def resume(options: argparse.Namespace) -> Run:
 
 
 def _steps_of(config: Mapping[str, Any]) -> int:
-    """Returns the steps of a run in all, as its config.json has them; ValueError if they are none
-    that a run has.
+    """Returns the steps of a run in all, as its config.json has them.
+
+    Raises ValueError if no run has so many.
     """
     steps = config.get(EXTENDED, config["steps"])
     if type(steps) is not int or not config["steps"] <= steps <= MOST_STEPS:
@@ -215,18 +216,18 @@ def _done_in(checkpoints: Path) -> Done:
     with warnings.catch_warnings():
         # of checkpoints that are passed over: `fit` warns again
         warnings.simplefilter("ignore", RuntimeWarning)
-        found = store.latest(checkpoints)
-    if found is None:
+        checkpoint = store.latest(checkpoints)
+    if checkpoint is None:
         return NOTHING_DONE
-    progress = found.manifest["progress"]
+    progress = checkpoint.manifest["progress"]
     return Done(rows=progress["epoch"], steps=progress["step"] - progress["step_in_epoch"])
 
 
 def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
-    """Makes the folder of a new run, with config.json: `out`, or the first of default, default-2,
-    ... not there.
+    """Makes the folder of a new run, with config.json.
 
-    An OSError or ValueError is raised if `out` has files in it, or a run cannot be in it.
+    The folder is `out`, or the first of default, default-2, ... that is not there. Raises OSError
+    or ValueError if `out` has files in it, or a run cannot be in it.
     """
     path = Path(default if out is None else out)
     with checks.naming(f"no run can be in {os.path.abspath(path)!r}"):
@@ -251,9 +252,7 @@ def begin(out: str | None, default: str, config: dict[str, object]) -> Path:
 
 
 def record_extension(run: Run, folder: Path) -> None:
-    """Writes into config.json to how many steps a run was extended, so that it is resumed to its
-    new end.
-    """
+    """Writes into config.json to how many steps a run was extended."""
     if EXTENDED in run.config:
         with replacing(folder / CONFIG_FILE) as file:
             file.write_text(json.dumps(run.config, indent=2), encoding="utf-8")
@@ -261,8 +260,9 @@ def record_extension(run: Run, folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yields a path to write to; after the block, what is there atomically replaces `file`. An
-    OSError names `file`.
+    """Yields a path to write to; after the block, what is there atomically replaces `file`.
+
+    An OSError names `file`.
     """
     partial = file.with_name(f".partial-{file.name}")
     try:
@@ -275,10 +275,9 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def make_schedule(highest: float, steps: int) -> keras.optimizers.schedules.LearningRateSchedule:
-    """Makes a schedule: a twentieth of the steps up from 0 to `highest`, then down along a cosine
-    to a 50th of it.
+    """Makes a schedule that rises from 0 to `highest`, then falls along a cosine to a 50th of it.
 
-    After these steps the rate stays where it is.
+    It rises for a twentieth of the steps. After all steps the rate stays where it is.
     """
     warmup = max(1, steps // 20)
     return keras.optimizers.schedules.CosineDecay(
@@ -289,18 +288,18 @@ def make_schedule(highest: float, steps: int) -> keras.optimizers.schedules.Lear
 def make_optimizer(
     name: str, rate: keras.optimizers.schedules.LearningRateSchedule
 ) -> keras.optimizers.Optimizer:
-    """Makes the Keras optimizer called `name` in any case, or tensorflow-addons's for `tfa:NAME`,
-    with this rate.
+    """Makes an optimizer with this rate: Keras's of this name, or tensorflow-addons's `tfa:NAME`.
+
+    The case of the name does not matter.
     """
     prefix, _, addon = name.partition(":")
     if prefix.lower() == "tfa" and addon:
         from fastaccum import addons
 
-        classes = {
-            key.lower(): value
-            for key, value in vars(addons.optimizers).items()
-            if inspect.isclass(value)
-        }
+        classes = {}
+        for key, value in vars(addons.optimizers).items():
+            if inspect.isclass(value):
+                classes[key.lower()] = value
         if addon.lower() not in classes:
             raise ValueError(f"--optimizer {name!r} is unknown: tensorflow-addons has no {addon}")
         kind = classes[addon.lower()]
@@ -309,10 +308,13 @@ def make_optimizer(
     # The decoupled weight decay that tensorflow-addons's AdamW and SGDW ask for is that of Keras's
     # AdamW.
     values = {"learning_rate": rate, "weight_decay": 0.004}
-    parameters = inspect.signature(kind).parameters.values()
-    taken = [p.name for p in parameters if p.name == "learning_rate" or p.default is p.empty]
+    arguments = {}
+    for parameter in inspect.signature(kind).parameters.values():
+        is_required = parameter.default is parameter.empty
+        if parameter.name == "learning_rate" or (is_required and parameter.name in values):
+            arguments[parameter.name] = values[parameter.name]
     try:
-        return kind(**{name: value for name, value in values.items() if name in taken})
+        return kind(**arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"--optimizer {name!r} cannot be made from a learning rate alone: {error}"

@@ -32,14 +32,11 @@ class Text(NamedTuple):
 
 
 def standard_library() -> list[Path]:
-    """Lists the source files of the running Python, without tests: real text that every machine
-    has.
-    """
+    """Lists the source files of the running Python, without tests: text that all machines have."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return sorted(
-        path for path in root.rglob("*.py") if not left_out & set(path.relative_to(root).parts)
-    )
+    paths = [path for path in root.rglob("*.py") if not left_out & {*path.relative_to(root).parts}]
+    return sorted(paths)
 
 
 def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
@@ -49,21 +46,26 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
     Folders are read in sorted order, without hidden files, folders of runs and files with a NUL
     byte.
     """
-    # resolved: one read twice could be in both parts
-    files = {} if paths else dict.fromkeys(standard_library(), False)
+    files = {}  # resolved, as one read twice could be in both parts; True for one that is named
+    if not paths:
+        files = dict.fromkeys(standard_library(), False)
     for name in paths:
         path = Path(name)
-        if not (name and (path.is_file() or path.is_dir())):  # a pipe could not be read again
+        if name and path.is_dir():
+            for file in _files_below(path):
+                files.setdefault(file.resolve(), False)
+        elif name and path.is_file():  # a pipe could not be read again
+            files.setdefault(path.resolve(), True)
+        else:
             raise ValueError(
                 f"{str(name)!r} is no file and no folder: give a text file, or a folder of them."
             )
-        for file in _files_below(path) if path.is_dir() else [path]:
-            files.setdefault(file.resolve(), file is path)
-    contents = [
-        content
-        for file, named in files.items()
-        if b"\0" not in (content := file.read_bytes()) or named
-    ]
+
+    contents = []
+    for file, is_named in files.items():
+        content = file.read_bytes()
+        if is_named or b"\0" not in content:
+            contents.append(content)
     if not any(contents):
         where = ", ".join(repr(str(path)) for path in paths)
         raise ValueError(
@@ -77,25 +79,35 @@ def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Splits contents of files into `(train, held_out)`, uint8 arrays, always in the same way."""
     # Every 20th file is held out whole; where those hold less than 1% of all bytes, the last 20th
     # of the joined text.
-    held_out = contents[HELD_OUT_EVERY // 2 - 1 :: HELD_OUT_EVERY]
+    train = []
+    held_out = []
+    for number, content in enumerate(contents):
+        if number % HELD_OUT_EVERY == HELD_OUT_EVERY // 2 - 1:
+            held_out.append(content)
+        else:
+            train.append(content)
     total = sum(map(len, contents))
     if sum(map(len, held_out)) * 100 < total or len(contents) < HELD_OUT_EVERY:
         joined = np.frombuffer(b"".join(contents), np.uint8)
-        return joined[: total - total // HELD_OUT_EVERY], joined[total - total // HELD_OUT_EVERY :]
-    train = [c for i, c in enumerate(contents) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2 - 1]
+        end = total - total // HELD_OUT_EVERY
+        return joined[:end], joined[end:]
     return np.frombuffer(b"".join(train), np.uint8), np.frombuffer(b"".join(held_out), np.uint8)
 
 
 class RandomWindows(keras.utils.PyDataset):
-    """Micro-batches of windows, and these one byte later: int32 `[batch_size, context]`, by `seed`
-    and number alone.
+    """Micro-batches of windows, and these one byte later: int32 `[batch_size, context]`.
+
+    A micro-batch follows from the seed and its number alone.
     """
 
     def __init__(self, ids: np.ndarray, context: int, batch_size: int, batches: int, seed: int):
         super().__init__()
         _check_length(ids, context, "training text")
-        self.ids, self.context = ids, context
-        self.batch_size, self.batches, self.seed = batch_size, batches, seed
+        self.ids = ids
+        self.context = context
+        self.batch_size = batch_size
+        self.batches = batches
+        self.seed = seed
 
     def __len__(self) -> int:
         return self.batches
@@ -108,8 +120,9 @@ class RandomWindows(keras.utils.PyDataset):
 
 
 def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Takes up to `most` windows that do not overlap, spread evenly: `(x, y)`, both int32
-    `[windows, context]`.
+    """Takes up to `most` windows that do not overlap, spread evenly.
+
+    Returns `(x, y)`, both int32 `[windows, context]`.
     """
     _check_length(ids, context, "held-out text")
     windows = min(most, (len(ids) - 1) // context)
@@ -125,8 +138,9 @@ def generate(
     temperature: float = TEMPERATURE,
     seed: int = 0,
 ) -> bytes:
-    """Draws `length` bytes after `prompt` from `softmax(logits / temperature)`, the likeliest ones
-    at 0.
+    """Draws `length` bytes after `prompt` from `softmax(logits / temperature)`.
+
+    At temperature 0 it takes the likeliest ones.
 
     Raises:
         ValueError: raised if the model's logits are not finite.
@@ -159,12 +173,17 @@ def generate(
 
 
 def printable(data: bytes) -> str:
-    """Decodes bytes to text that is safe to print: what is not UTF-8 or not printable becomes
-    U+FFFD.
+    """Decodes bytes to text that is safe to print.
+
+    What is not UTF-8 or not printable becomes U+FFFD.
     """
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\ufffd" for c in data.decode("utf-8", "replace")
-    )
+    letters = []
+    for letter in data.decode("utf-8", "replace"):
+        if letter.isprintable() or letter in "\n\t":
+            letters.append(letter)
+        else:
+            letters.append("\ufffd")
+    return "".join(letters)
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -174,7 +193,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder, onerror=fail):
         config = Path(parent, CONFIG_FILE)
         if config.is_file() and b'"text_sha256"' in config.read_bytes():
-            folders[:] = names = []  # of a run, which change while it goes on
+            folders.clear()  # of a run, whose files change while it goes on
+            continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)

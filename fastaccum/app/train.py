@@ -1,6 +1,4 @@
-"""`fastaccum train`: a byte-level transformer on text, from files to a run folder, and on from
-there.
-"""
+"""`fastaccum train`: trains a byte-level transformer on text, and goes on in a run's folder."""
 
 from __future__ import annotations
 
@@ -44,8 +42,9 @@ INTERRUPTED = "ending after this step, to save what was learned; Ctrl-C again to
 
 
 def train(options: argparse.Namespace) -> int:
-    """Trains as the parsed `options` say, and returns the exit code; BadArgument comes before a
-    weight moves.
+    """Trains as the parsed `options` say, and returns the exit code.
+
+    Raises BadArgument, before a weight moves, for what cannot be trained.
     """
     folder: Path | None = None
     try:
@@ -87,7 +86,8 @@ def _begin(options: argparse.Namespace) -> tuple[Run, Path]:
 
 
 def _train(run: Run, folder: Path) -> int:
-    options, code = run.options, 0
+    options = run.options
+    code = 0
     with EndRequest(signal.SIGINT, INTERRUPTED) as interrupt:
         recorder = Recorder(run, folder, interrupt)
         try:
@@ -106,21 +106,23 @@ def _train(run: Run, folder: Path) -> int:
             )
         except Preempted as preempted:
             say("to resume", f"fastaccum train --resume {shlex.quote(str(folder))}")
-            code = 130 if interrupt.requested else preempted.code
+            code = preempted.code
+            if interrupt.requested:
+                code = 130
         recorder.write()
         if code != 143:
             _finish(run, folder, recorder)
-    return 130 if interrupt.requested else code
+    if interrupt.requested:
+        return 130
+    return code
 
 
 def _finish(run: Run, folder: Path, recorder: Recorder) -> None:
     """Saves the model, draws the curve, and prints the result and a sample."""
+    held_out = None
     rows = recorder.rows()
-    held_out = (
-        rows[-1].get("held_out_bits_per_byte")
-        if rows and rows[-1]["step"] == recorder.steps
-        else None
-    )
+    if rows and rows[-1]["step"] == recorder.steps:
+        held_out = rows[-1].get("held_out_bits_per_byte")
     if held_out is None:
         x, y = run.held_out
         logs: Any = run.trainer.evaluate(
@@ -151,13 +153,16 @@ def _finish(run: Run, folder: Path, recorder: Recorder) -> None:
 
 
 class Recorder(keras.callbacks.Callback):
-    """Ends a run after its last step, or when asked to, and writes metrics.csv, with a row for each
-    epoch of `fit`.
+    """Ends a run after its last step, or when asked to, and writes metrics.csv.
+
+    The file has a row for each epoch of `fit`.
     """
 
     def __init__(self, run: Run, folder: Path, interrupt: EndRequest):
         super().__init__()
-        self.run, self.folder, self.interrupt = run, folder, interrupt
+        self.run = run
+        self.folder = folder
+        self.interrupt = interrupt
         self.steps = 0
         # Of each row of metrics.csv that is complete: the steps that were done by then, and if it
         # was evaluated.
@@ -167,15 +172,18 @@ class Recorder(keras.callbacks.Callback):
         self.seconds = 0.0
 
     def get_state(self) -> dict[str, object]:
-        """Returns what a checkpoint is to hold: the steps and rows that are done, and of which
-        run.
-        """
-        rows = {"row_ends": [*self.row_ends], "row_evaluated": [*self.row_evaluated]}
-        return {"steps": self.steps, "run": self.run.identity, **rows}
+        """Returns what a checkpoint holds: the steps and rows that are done, and of which run."""
+        return {
+            "steps": self.steps,
+            "run": self.run.identity,
+            "row_ends": [*self.row_ends],
+            "row_evaluated": [*self.row_evaluated],
+        }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restores what `get_state` returned; raises ValueError if another run's did."""
-        if different := differences(state["run"], self.run.identity):
+        different = differences(state["run"], self.run.identity)
+        if different:
             raise ValueError(f"another run wrote the checkpoint: {'; '.join(different)}")
         if "row_ends" not in state:
             raise ValueError(
@@ -216,10 +224,14 @@ class Recorder(keras.callbacks.Callback):
         """
         log = self.model.history.history
         held_out = iter(log.get("val_loss", ()))
-        losses, scales, norms = (log.get(name, ()) for name in ("loss", "loss_scale", "grad_norm"))
-        skipped_so_far = itertools.accumulate(log.get("skipped_steps", ()))
         columns = zip(
-            self.row_ends, self.row_evaluated, losses, scales, norms, skipped_so_far, strict=True
+            self.row_ends,
+            self.row_evaluated,
+            log.get("loss", ()),
+            log.get("loss_scale", ()),
+            log.get("grad_norm", ()),
+            itertools.accumulate(log.get("skipped_steps", ())),
+            strict=True,
         )
         rows = []
         for step, evaluated, loss, scale, norm, skipped in columns:
@@ -231,7 +243,8 @@ class Recorder(keras.callbacks.Callback):
             }
             if evaluated:
                 row["held_out_bits_per_byte"] = next(held_out) / math.log(2)
-            rows.append({**row, "skipped_steps": skipped})
+            row["skipped_steps"] = skipped
+            rows.append(row)
         return rows
 
     def write(self) -> None:
@@ -256,10 +269,10 @@ class Recorder(keras.callbacks.Callback):
             ("bits_per_byte", "training", "-"),
             ("held_out_bits_per_byte", "held out", "o-"),
         ):
-            points = [(row["step"], row[column]) for row in self.rows() if column in row]
+            rows = [row for row in self.rows() if column in row]
             axes.plot(
-                [x for x, _ in points],
-                [y for _, y in points],
+                [row["step"] for row in rows],
+                [row[column] for row in rows],
                 style,
                 label=label,
                 linewidth=1.2,

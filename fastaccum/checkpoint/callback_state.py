@@ -6,6 +6,7 @@ import collections
 import json
 import reprlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -29,22 +30,36 @@ COUNTERS = {
 }
 
 
-def _stateful(callbacks: Callbacks) -> Iterator[tuple[str, str | None, keras.callbacks.Callback]]:
-    """Yields the callbacks whose state is saved, by names that differ; the Keras class is None
-    where `get_state` is.
-    """
+class _Stateful(NamedTuple):
+    """A callback whose state is saved."""
+
+    name: str  # that no other of them has
+    kind: str | None  # the name of its Keras class; None for one with `get_state`
+    callback: keras.callbacks.Callback
+
+
+def _stateful(callbacks: Callbacks) -> Iterator[_Stateful]:
+    """Yields the callbacks whose state is saved."""
     counts = collections.Counter[str]()
     for callback in callbacks.list.callbacks:
-        kind = None if hasattr(callback, "get_state") else _kind(callback)
-        if kind is None or kind in COUNTERS:
-            name = type(callback).__name__
-            counts[name] += 1
-            yield name if counts[name] == 1 else f"{name}-{counts[name]}", kind, callback
+        kind = None
+        if not hasattr(callback, "get_state"):
+            kind = _kind(callback)
+            if kind not in COUNTERS:
+                continue
+        name = type(callback).__name__
+        counts[name] += 1
+        if counts[name] > 1:
+            name = f"{name}-{counts[name]}"
+        yield _Stateful(name, kind, callback)
 
 
 def _kind(callback: keras.callbacks.Callback) -> str:
     """Returns the name of the callback's class among Keras's own; "" where it has none."""
-    return next((c.__name__ for c in type(callback).__mro__ if of_keras(c)), "")
+    for base in type(callback).__mro__:
+        if of_keras(base):
+            return base.__name__
+    return ""
 
 
 def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]:
@@ -54,20 +69,19 @@ def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]
     values: dict[str, Json] = {}
     arrays: dict[str, np.ndarray] = {}
     for name, kind, callback in _stateful(callbacks):
-        own: Json = {}
-        values[name] = {"kind": kind, "state": own}
         if kind is None:
-            own.update(_get_state(name, callback))
+            values[name] = {"kind": None, "state": _get_state(name, callback)}
             continue
+        counters: Json = {}
         for attribute in COUNTERS[kind]:
             value = getattr(callback, attribute, None)
             if isinstance(value, list):  # weights
-                own[attribute] = {"arrays": len(value)}
-                arrays.update(
-                    {f"{name}/{attribute}/{i}": np.array(each) for i, each in enumerate(value)}
-                )
+                counters[attribute] = {"arrays": len(value)}
+                for i, array in enumerate(value):
+                    arrays[f"{name}/{attribute}/{i}"] = np.array(array)
             else:
-                own[attribute] = plain(value)
+                counters[attribute] = plain(value)
+        values[name] = {"kind": kind, "state": counters}
     return values, arrays
 
 
@@ -89,23 +103,24 @@ def restore_own(callbacks: Callbacks, states: dict[str, Json]) -> None:
 
 def _get_state(name: str, callback: keras.callbacks.Callback) -> Json:
     """Returns a copy of a callback's state; raises TypeError unless JSON gives it back."""
-    given = callback.get_state()
+    returned = callback.get_state()
     try:
-        copied = json.loads(json.dumps(given))
-        is_json = isinstance(given, dict) and copied == given
+        copied = json.loads(json.dumps(returned))
+        is_json = isinstance(returned, dict) and copied == returned
     except (TypeError, ValueError):
         is_json = False
     if not is_json:
         raise TypeError(
-            f"{name}.get_state() returned {given!r}, which is not a dict that JSON can store and "
-            "give back unchanged."
+            f"{name}.get_state() returned {returned!r}, which is not a dict that JSON can store "
+            "and give back unchanged."
         )
     return copied
 
 
 def restore(callbacks: Callbacks, values: dict[str, Json], arrays: dict[str, tf.Tensor]) -> None:
-    """Puts back what `state` returned; raises IncompatibleCheckpointError if a callback does not
-    take its state.
+    """Puts back what `state` returned.
+
+    Raises IncompatibleCheckpointError if a callback does not take its state.
     """
     for name, kind, callback in _stateful(callbacks):
         saved = values.get(name)
@@ -126,9 +141,8 @@ def restore(callbacks: Callbacks, values: dict[str, Json], arrays: dict[str, tf.
         else:
             for attribute, value in saved["state"].items():
                 if isinstance(value, dict):
-                    value = [
-                        arrays[f"{name}/{attribute}/{i}"].numpy() for i in range(value["arrays"])
-                    ]
+                    count = value["arrays"]
+                    value = [arrays[f"{name}/{attribute}/{i}"].numpy() for i in range(count)]
                 setattr(callback, attribute, value)
 
 
@@ -153,9 +167,8 @@ def prepare(callbacks: Callbacks) -> None:
 def require_one_resume(callbacks: Callbacks) -> None:
     """Raises ValueError if a callback would resume as well."""
     for callback in callbacks.list.callbacks:
-        if "BackupAndRestore" in (
-            base.__name__ for base in type(callback).__mro__ if of_keras(base)
-        ):
+        keras_classes = [base.__name__ for base in type(callback).__mro__ if of_keras(base)]
+        if "BackupAndRestore" in keras_classes:
             raise ValueError(
                 f"callbacks holds a {type(callback).__name__}, which resumes by itself: leave it "
                 "out with checkpoint_dir."

@@ -17,12 +17,8 @@ class CorruptCheckpointError(_CheckpointError):
 
 
 class IncompatibleCheckpointError(_CheckpointError):
-    """A good checkpoint that this fit cannot go on from: of another training, or in another
-    version's format.
-    """
+    """A good checkpoint that this fit cannot go on from: of another training or another format."""
 
 
 class CheckpointWriteError(RuntimeError):
-    """A checkpoint could not be written; the message says why, and what became of those before
-    it.
-    """
+    """A checkpoint could not be written; the message says why, and that earlier ones are good."""

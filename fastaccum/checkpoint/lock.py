@@ -12,13 +12,14 @@ from pathlib import Path
 from fastaccum.basics.warnings import warn
 
 NAME = ".fastaccum-lock"
+# Bytes of a holder's text, the number of a process and the name of its host, of at most 255 bytes.
+_MAX_HOLDER = 300
+# Errors of file systems that have no locks.
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 class FolderInUseError(RuntimeError):
-    """Error that another process, or something else in this one, works in the folder; the message
-    names both.
-    """
+    """Error that another process, or another fit of this one, works in the folder."""
 
 
 class FolderLock:
@@ -33,8 +34,9 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Acquires the lock unless it is held, and makes the folder; raises FolderInUseError if
-        another has it.
+        """Acquires the lock unless this object holds it, and makes the folder.
+
+        Raises FolderInUseError if another has it.
         """
         if self._descriptor is not None:
             return
@@ -65,13 +67,11 @@ class FolderLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            other = os.pread(descriptor, 300, 0).decode("utf-8", "replace")
+            other = os.pread(descriptor, _MAX_HOLDER, 0).decode("utf-8", "replace")
             number, _, host = other.partition(" ")
-            who = (
-                "by another fit of this process"
-                if other == holder
-                else f"by the process {number} on {host}"
-            )
+            who = f"by the process {number} on {host}"
+            if other == holder:
+                who = "by another fit of this process"
             raise FolderInUseError(
                 f"{str(self.path)!r} is in use {who}, and a folder belongs to one process at a "
                 "time: wait for that one or end it, or name another folder."
@@ -86,5 +86,15 @@ class FolderLock:
 
 
 _held: set[FolderLock] = set()
-# A forked child shares the descriptors with its parent, whose locks it would hold for longer.
-os.register_at_fork(after_in_child=lambda: list(map(FolderLock.release, tuple(_held))))
+
+
+def _release_in_child() -> None:
+    """Closes the descriptors that a forked child shares with its parent.
+
+    The child would hold the parent's locks for as long as it lives.
+    """
+    for lock in tuple(_held):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

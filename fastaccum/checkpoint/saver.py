@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
-import functools
 import os
 import secrets
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -22,23 +20,16 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.basics.processes import WorkerLostError
 from fastaccum.basics.warnings import warn
-from fastaccum.checkpoint import callback_state, same_training, settings, store
-from fastaccum.checkpoint.cut import other_pieces
+from fastaccum.checkpoint import callback_state, resume_point, same_training, settings, store
 from fastaccum.checkpoint.errors import CheckpointWriteError
 from fastaccum.checkpoint.lock import FolderLock
+from fastaccum.checkpoint.resume_point import ResumePoint
 from fastaccum.checkpoint.signals import EndRequest, Preempted
 from fastaccum.checkpoint.state import Training
+from fastaccum.checkpoint.writer import Copy, Writer
 from fastaccum.data.stacks import Dispatch, Position
 from fastaccum.fingerprint.values import Json, plain
 from fastaccum.fingerprint.variables import name_variables
-from fastaccum.kernels.devices import has_gpu, has_op_determinism
-
-
-class _State(NamedTuple):
-    """A copy of all that a checkpoint holds."""
-
-    manifest: Json
-    tensors: dict[str, tf.Tensor | np.ndarray]  # by name
 
 
 class Saver:
@@ -51,6 +42,8 @@ class Saver:
     long as the chief does, which would wait in vain for a worker that had left. Where workers have
     variables that no other has, each writes its own, and SIGTERM to one ends all after the same
     step.
+
+    Without a directory nothing is saved, and a fit begins at its beginning.
     """
 
     def __init__(
@@ -73,27 +66,28 @@ class Saver:
         if directory is not None:
             self.directory = _writable(directory)
         self._lock = FolderLock(self.directory or "")
-        self.stopped = False  # by a callback, of the fit that is resumed
-        self._pieces = ""
-        self._told = ""  # the key of the latest checkpoint that this worker told of
-        self._note_changes: Callable[[], None] = lambda: None
-        self._resumed: Any = None  # the store.Checkpoint, until its epoch has begun
-        self.changed_constants = False  # among the settings, of programs that were traced before
-        self._changes: list[Json] = []  # of settings, in this fit and in those before
-        self._kept: set[str] = set()  # names of the variables whose values stay as they are now
-        self._done = 0  # train steps
-        self._saved = 0  # train steps that were done at the latest save
-        self._cut_short = False  # of the epoch
         self._process = os.getpid()
-        self._is_chief = True
-        self._workers: Any = None
-        # Names of the tensors that this worker alone has, where each has some.
-        self._own: Collection[str] = ()
-        self._writer = concurrent.futures.ThreadPoolExecutor(1, "fastaccum-checkpoint")
-        self._write: concurrent.futures.Future | None = None
         self._preemption = EndRequest(
             signal.SIGTERM, "SIGTERM: ending after this step, to save the training state"
         )
+
+        # What `find` learns of the fit.
+        self._training: Any = None  # a Training
+        self._writer: Writer | None = None
+        self._variables: dict[str, tf.Variable] = {}  # that this worker saves, by name
+        self._held_here: set[str] = set()  # the names of those that no other worker has
+        self._rates: Any = None  # a HookRates
+        # The checkpoint that the fit goes on from and its tensors, until its epoch has begun.
+        self._resumed: ResumePoint | None = None
+        self._tensors: dict[str, tf.Tensor] = {}
+
+        # Where the fit stands.
+        self._position = Position(0, 0)
+        self._done = 0  # train steps
+        self._saved = 0  # train steps that were done at the latest save
+        self._cut_short = False  # of the epoch
+        self._changes: list[Json] = []  # of settings, in this fit and in those before
+        self._kept: set[str] = set()  # names of the variables whose values stay as they are now
 
     def __enter__(self) -> Saver:
         if self.directory is not None:
@@ -111,35 +105,43 @@ class Saver:
         # A forked child has no thread that writes.
         if self.directory is None or os.getpid() != self._process:
             return
-        self._note_changes()
         try:
-            try:
-                self._wait()
-            except (CheckpointWriteError, WorkerLostError) as failure:
-                if error is None:
-                    raise
-                warn(str(failure))
-            lost_the_chief = not self._is_chief and isinstance(error, tf.errors.OpError)
-            if self._preemption.requested and (error is None or lost_the_chief):
-                raise Preempted(self._path(self._saved)) from error
+            if self._writer is not None:
+                self._end(self._writer, error)
         finally:
             try:
-                self._writer.shutdown()
+                if self._writer is not None:
+                    self._writer.close()
             finally:  # Ctrl-C once more
                 self._lock.release()
                 self._preemption.__exit__()
 
-    def resume(
+    def _end(self, writer: Writer, error: BaseException | None) -> None:
+        """Waits for the last write of a fit that ends, perhaps with an error."""
+        self._training.note_changes()
+        try:
+            writer.wait()
+        except (CheckpointWriteError, WorkerLostError) as failure:
+            if error is None:
+                raise
+            warn(str(failure))
+        lost_the_chief = not self._is_chief and isinstance(error, tf.errors.OpError)
+        if self._preemption.requested and (error is None or lost_the_chief):
+            raise Preempted(store.folder(self.directory, self._saved)) from error
+
+    def find(
         self, training: Callable[[], Training], first_epoch: int, epochs: int, verbose: str | int
-    ) -> Position:
-        """Returns the position at which the last good checkpoint leaves off, or the beginning.
+    ) -> ResumePoint:
+        """Finds the last good checkpoint and its place in the data; without one, the beginning.
 
         Nothing was changed where it raises: no checkpoint is good, another fit works in the folder,
-        or the last good checkpoint is of another training.
+        or the last good checkpoint is of another training. `beginning_training` and
+        `beginning_epoch` apply the checkpoint.
         """
-        self._position = Position(first_epoch, first_epoch)
+        start = ResumePoint(Position(first_epoch, first_epoch))
+        self._position = start.position
         if self.directory is None:
-            return self._position
+            return start
         fit = training()
         self._training = fit
         settings.require_known(self.resumes_with, fit.description)
@@ -147,151 +149,84 @@ class Saver:
         fit.stacks.track()
         callback_state.require_one_resume(fit.callbacks)
 
-        checkpoint = self._open_latest(elsewhere)
+        name_of_fit = self._take_folder(fit)
+        checkpoint = store.latest(self.directory)
+        step = -1  # stands for "no checkpoint" among the workers
+        if checkpoint is not None:
+            self._tensors = checkpoint.tensors(without=elsewhere)
+            step = checkpoint.step
+        if fit.workers is not None:
+            # This also holds the chief back, whose next checkpoint may take the place of the one
+            # that others still read.
+            fit.workers.require_same(
+                "All must see the same checkpoint_dir, on a disk that they share.", checkpoint=step
+            )
         noted_rates: Json = {}
         if checkpoint is not None:
             same_training.require(checkpoint, fit, self.resumes_with)
-            noted_rates = checkpoint.manifest.get("rates", {})
-        self._note_changes = fit.note_changes
+            noted_rates = checkpoint.manifest["rates"]
+        self._writer = Writer(self.directory, self.keep, fit.workers, name_of_fit, self._held_here)
         rate_variables = fit.settings.get(settings.RATE, ())
         self._rates = settings.HookRates(rate_variables, fit.callbacks, noted_rates)
         if checkpoint is None:
-            return self._position
+            return start
 
         checkpoint.warn_of_other_versions()
-        self._take_position(checkpoint, epochs)
-        self._resumed = checkpoint
+        start = resume_point.place(checkpoint, self._tensors, fit, epochs, self.resumes_with)
+        self._resumed = start
+        self._position = start.position
         self._done = checkpoint.step
         self._saved = checkpoint.step
-        changes = self._take_settings()
+        self._changes = [*checkpoint.changes]
+        for change in start.changes:
+            self._take(change)
         callback_state.prepare(fit.callbacks)
-
-        if not self._complete(epochs):
-            _warn_of_lost_bits(fit.description["batch plan"]["jit_compile"], fit.unsaved_draws)
-        trained_epochs = self._position.epoch
-        if trained_epochs > epochs:
+        if not start.is_complete(epochs):
+            resume_point.warn_of_lost_bits(
+                fit.description["batch plan"]["jit_compile"], fit.unsaved_draws
+            )
+        if start.position.epoch > epochs:
             warn(
-                f"{checkpoint.path} has {trained_epochs} epochs, more than epochs={epochs}: all "
-                "are returned.",
+                f"{checkpoint.path} has {start.position.epoch} epochs, more than epochs={epochs}: "
+                "all are returned.",
                 UserWarning,
             )
         if verbose != 0:
-            print(self._describe_resumption(epochs, changes), flush=True)
-        return self._position
+            print(start.describe(epochs, self.resumes_with), flush=True)
+        return start
 
     def _collect_variables(self, fit: Training) -> set[str]:
         """Collects the variables that this worker saves; returns the names of those it has not."""
-        self._workers = fit.workers
-        self._variables: dict[str, tf.Variable] = {}
-        here_alone = set()
         elsewhere = set()
         for group, named in name_variables(fit.variables).items():
             for name_in_group, variable in named.items():
                 name = f"{group}/{name_in_group}"
                 holder = fit.holders.get(id(variable))
-                if holder is not None and holder != self._workers.worker:
-                    elsewhere.add(name)
-                    continue
+                if holder is not None and fit.workers is not None:
+                    if holder != fit.workers.worker:
+                        elsewhere.add(name)
+                        continue
+                    self._held_here.add(name)
                 self._variables[name] = variable
-                if holder is not None:
-                    here_alone.add(name)
-        self._own = here_alone
         return elsewhere
 
-    def _open_latest(self, elsewhere: set[str]) -> store.Checkpoint | None:
-        """Takes the folder for this fit, and reads its last good checkpoint, if it has one."""
-        workers = self._workers
-        if workers is not None:
-            self._is_chief = workers.is_chief
+    def _take_folder(self, fit: Training) -> str:
+        """Takes the folder for this fit, and returns a name of the fit that its workers share."""
+        name = ""
+        if fit.workers is not None:
             # Waits for the last save of an earlier fit.
-            numbers_of_workers = workers.gather([secrets.randbits(32)])
+            numbers_of_workers = fit.workers.gather([secrets.randbits(32)])
             (number_of_chief,) = numbers_of_workers[0]
-            self._fit = f"{number_of_chief:08x}"
+            name = f"{number_of_chief:08x}"
         if self._is_chief:
             self._lock.acquire()
             store.remove_leftovers(self.directory)
+        return name
 
-        checkpoint = store.latest(self.directory)
-        self._tensors = {}
-        step = -1  # stands for "no checkpoint" among the workers
-        if checkpoint is not None:
-            self._tensors = checkpoint.tensors(without=elsewhere)
-            step = checkpoint.step
-        if workers is not None:
-            # This also holds the chief back, whose next checkpoint may take the place of the one
-            # that others still read.
-            workers.require_same(
-                "All must see the same checkpoint_dir, on a disk that they share.", checkpoint=step
-            )
-        return checkpoint
-
-    def _take_position(self, checkpoint: store.Checkpoint, epochs: int) -> None:
-        """Takes the place in the epochs and in the data from a checkpoint."""
-        fit = self._training
-        progress = checkpoint.manifest["progress"]
-        data = checkpoint.manifest["data"]
-        saved_cut = checkpoint.manifest["cut"]
-        self._position = Position(
-            progress["first_epoch"], progress["epoch"], progress["step_in_epoch"]
-        )
-        self.stopped = progress["stopped"]
-        self._pieces = other_pieces(saved_cut, fit.cut)
-        if not self._pieces:
-            fit.stacks.restore(data, self._of("data"))
-            return
-        if self._complete(epochs):
-            return
-
-        recut = any(fit.cut[name] != saved_cut[name] for name in fit.cut if name != "replicas")
-        fit.stacks.find(data, self._pieces, recut)
-        if fit.split_sensitive_layers:
-            warn(
-                f"Training goes on in other pieces ({self._pieces}), and "
-                f"{', '.join(fit.split_sensitive_layers)} depend on them: the results will differ "
-                "from those of the uninterrupted training."
-            )
-
-    def _take_settings(self) -> list[settings.Change]:
-        """Lists the settings that `resume` names and that differ from the saved ones.
-
-        These are not restored.
-        """
-        fit = self._training
-        checkpoint = self._resumed
-        self._changes = [*checkpoint.changes]
-        changes = settings.changes(
-            checkpoint.manifest["description"], fit.description, self.resumes_with
-        )
-        for change in changes:
-            self._take(change)
-        self.changed_constants = any(change.name not in fit.settings for change in changes)
-        return changes
-
-    def _describe_resumption(self, epochs: int, changes: Sequence[settings.Change]) -> str:
-        """Writes the line that tells where the fit goes on."""
-        _, epoch, step = self._position
-        done = f"{self._done:,} train steps"
-        if self._complete(epochs):
-            how = f"{epoch} epochs, of {epochs} asked for"
-            if self.stopped:
-                how = "a callback had ended it"
-            return f"training was complete in {self._resumed.path}: {done}, {how}"
-
-        text = (
-            f"resumed from {self._resumed.path}: {done} done, {step:,} of them in epoch "
-            f"{epoch + 1} of {epochs}"
-        )
-        if self._pieces:
-            text += f", in other pieces: {self._pieces}"
-        for change in changes:
-            text += f"; {change}"
-        unchanged = self.resumes_with.difference(change.name for change in changes)
-        if unchanged:
-            text += f"; as saved: {', '.join(sorted(unchanged))}"
-        return text
-
-    def _complete(self, epochs: int) -> bool:
-        return self.stopped or self._position.epoch >= epochs
+    @property
+    def _is_chief(self) -> bool:
+        workers = self._training.workers
+        return workers is None or workers.is_chief
 
     @contextlib.contextmanager
     def beginning_training(self) -> Iterator[None]:
@@ -304,7 +239,7 @@ class Saver:
         # This raises what would otherwise come with the first save.
         callback_state.state(self._training.callbacks)
         if self._resumed is not None:
-            self._restore()
+            self._apply(self._resumed)
 
     @contextlib.contextmanager
     def beginning_epoch(self, epoch: int) -> Iterator[None]:
@@ -317,13 +252,14 @@ class Saver:
         if self.directory is None:
             yield
             return
-        is_within = self._resumed is not None and self._position.step > 0
+        resumed = self._resumed
+        is_within = resumed is not None and resumed.is_within_epoch
         with self._calling(settings.EPOCH_HOOK, was_called=is_within):
             yield
-        # Within an epoch the state is restored once more: `on_epoch_begin`, which may move a
-        # learning rate, was called for the epoch before the checkpoint.
-        if is_within:
-            self._restore()
+        # `on_epoch_begin` was called for this epoch before the checkpoint. What it moves now, such
+        # as a learning rate, is as the checkpoint has it.
+        if resumed is not None and is_within:
+            self._apply(resumed)
         self._resumed = None
         self._tensors = {}
 
@@ -336,7 +272,7 @@ class Saver:
         holds, and a warning tells both.
         """
         rates = self._rates
-        rate_is_new = any(self._variable_names(settings.RATE) & self._kept)
+        rate_is_new = not self._kept.isdisjoint(self._variable_names(settings.RATE))
         if not was_called or rate_is_new or not rates.can_repeat(hook):
             with rates.noting(hook):
                 yield
@@ -379,23 +315,21 @@ class Saver:
         """The number of train steps that are done of the epoch."""
         return self._position.step
 
-    def _of(self, group: str) -> dict[str, tf.Tensor]:
-        """Returns the tensors of a group of the checkpoint, by their names in the group."""
-        prefix = f"{group}/"
-        tensors = {}
-        for name, tensor in self._tensors.items():
-            if name.startswith(prefix):
-                tensors[name.removeprefix(prefix)] = tensor
-        return tensors
+    def _apply(self, start: ResumePoint) -> None:
+        """Restores the callbacks, the History and the variables from a checkpoint.
 
-    def _restore(self) -> None:
-        manifest = self._resumed.manifest
+        The hooks that a resumed fit calls first find the state as it was saved, and leave it so.
+        """
+        assert start.checkpoint is not None
+        manifest = start.checkpoint.manifest
         callback_state.restore(
-            self._training.callbacks, manifest["callbacks"], self._of("callbacks")
+            self._training.callbacks,
+            manifest["callbacks"],
+            resume_point.group(self._tensors, "callbacks"),
         )
         history = self._training.model.history
         history.epoch = list(manifest["history"]["epoch"])
-        history.history = dict(self._resumed.history)
+        history.history = dict(start.checkpoint.history)
         for name, variable in self._variables.items():
             if name not in self._kept:
                 variable.assign(self._tensors[name])
@@ -416,7 +350,7 @@ class Saver:
             # step (validation, callbacks) belongs to the state after it.
             copied = None
             if self._due():
-                copied = self._state(stopped=False)
+                copied = self._copy(stopped=False)
             dispatch = next(dispatches, None)
             if copied is not None and dispatch is not None:
                 self._save(copied)
@@ -439,7 +373,7 @@ class Saver:
             return
         is_due = self.every is None or last or self._due()
         if is_due and self._done > self._saved:
-            copied = self._state(stopped=bool(self._training.model.stop_training))
+            copied = self._copy(stopped=bool(self._training.model.stop_training))
             if copied is not None:
                 self._save(copied)
 
@@ -453,12 +387,12 @@ class Saver:
 
         Workers that write together must ask at once.
         """
-        if self._own:
-            requests = self._workers.gather([self._preemption.requested])
+        if self._held_here:
+            requests = self._training.workers.gather([self._preemption.requested])
             return any(requested for (requested,) in requests)
         return self._preemption.requested and self._is_chief
 
-    def _state(self, stopped: bool) -> _State | None:
+    def _copy(self, stopped: bool) -> Copy | None:
         """Copies the state to host memory; returns None where it is none to go on from."""
         if not self._training.require_savable():
             return None
@@ -491,98 +425,17 @@ class Saver:
             "changes": [*self._changes],
             "cut": dict(self._training.cut),
         }
-        return _State(manifest, tensors)
+        return Copy(manifest, tensors)
 
-    def _save(self, copied: _State) -> None:
-        self._wait()
-        self._saved = copied.manifest["progress"]["step"]
-        if self._own:
-            self._submit(self._write_with_others, copied)
-        elif self._is_chief:
-            self._submit(store.write, self.directory, copied.manifest, copied.tensors, self.keep)
+    def _save(self, copied: Copy) -> None:
+        assert self._writer is not None
+        self._writer.write(copied)
+        self._saved = copied.step
         if self._is_ending():
-            self._wait()
-            path = self._path(self._saved)
+            self._writer.wait()
+            path = store.folder(self.directory, self._saved)
             print(f"saved {path}: the same fit goes on from there", file=sys.stderr, flush=True)
             raise Preempted(path)
-
-    def _submit(self, write: Callable[..., object], *arguments: object) -> None:
-        try:
-            self._write = self._writer.submit(write, *arguments)
-        except RuntimeError:  # the main thread has ended: Python starts no call in another
-            self._write = concurrent.futures.Future()
-            try:
-                self._write.set_result(write(*arguments))
-            except Exception as error:  # for `_wait`, as from a thread
-                self._write.set_exception(error)
-
-    def _write_with_others(self, copied: _State) -> None:
-        """Writes what this worker alone has, and waits for the checkpoint.
-
-        The chief writes all else and completes the checkpoint.
-        """
-        workers = self._workers
-        told_before = self._told
-        self._told = f"share/{self._fit}/{self._saved}"
-        if self._is_chief:
-            waits = []  # for the share of each other worker
-            for worker in range(1, workers.workers):
-                waits.append(functools.partial(workers.hear, self._told, worker))
-            store.write(
-                self.directory, copied.manifest, copied.tensors, self.keep, self._fit, waits
-            )
-        else:
-            share = {name: copied.tensors[name] for name in self._own}
-            store.write_share(self._path(self._saved), self._fit, workers.worker, share)
-        workers.tell(self._told)
-        if not self._is_chief:
-            workers.hear(self._told, 0)  # this worker must not leave before the chief is done
-        if told_before:  # all who have told of this checkpoint have heard of the one before
-            workers.forget(told_before)
-
-    def _path(self, step: int) -> Path:
-        return self.directory / f"step-{step:08d}"
-
-    def _wait(self) -> None:
-        write = self._write
-        self._write = None
-        try:
-            if write is not None:
-                write.result()
-        except WorkerLostError:  # the folder is good
-            raise
-        except Exception as error:
-            first_line, _, _ = str(error).partition("\n")  # TensorFlow adds lines
-            reason = first_line or type(error).__name__
-            raise CheckpointWriteError(
-                f"The checkpoint of step {self._saved} could not be written to "
-                f"{str(self.directory)!r}: {reason}. No earlier one was touched. Make room or "
-                "mend the folder, then call fit again."
-            ) from error
-
-
-def _warn_of_lost_bits(jit_compile: bool, draws: Sequence[str]) -> None:
-    flag = "--xla_gpu_deterministic_ops=true"
-    if jit_compile:
-        is_deterministic = flag in os.environ.get("XLA_FLAGS", "")
-        remedy = f"XLA_FLAGS={flag}"
-    else:
-        is_deterministic = has_op_determinism()
-        remedy = "tf.config.experimental.enable_op_determinism()"
-    if has_gpu() and not is_deterministic:
-        warn(
-            "This fit is resumed on a GPU without deterministic operations: it goes on from the "
-            "state that was saved, but not bit for bit as it would have without the "
-            f"interruption. It would with {remedy} in all of a training's processes, which costs "
-            "speed."
-        )
-    if draws:
-        warn(
-            f"{len(draws)} operations of the model draw from TensorFlow's own random generators "
-            f"({draws[0]}, ...), as tf_keras's layers do: no checkpoint has their state, so the "
-            "numbers will not be those of the uninterrupted training. Keras 3's layers draw "
-            "from seeds that are saved."
-        )
 
 
 def _writable(directory: str | os.PathLike[str]) -> Path:

@@ -1,6 +1,4 @@
-"""Settings of the optimizer, such as its learning rate, that a resumed fit takes in place of the
-saved ones.
-"""
+"""Settings of the optimizer, such as its learning rate, that a fit changes as it resumes."""
 
 from __future__ import annotations
 
@@ -38,9 +36,11 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        saved, now = self.saved, self.now
+        saved = self.saved
+        now = self.now
         if isinstance(saved, dict) != isinstance(now, dict):  # a schedule and a number
-            saved, now = _class_of(saved), _class_of(now)
+            saved = _class_of(saved)
+            now = _class_of(now)
         return "; ".join(differences(saved, now, self.name, "{1} instead of {0}"))
 
 
@@ -49,8 +49,9 @@ def _class_of(value: Any) -> Any:
 
 
 def names(resume: Any) -> frozenset[str]:
-    """Returns the names in `resume`, which is one or a collection of them; raises TypeError for
-    anything else.
+    """Returns the names in `resume`, which is one or a collection of them.
+
+    Raises TypeError for anything else.
     """
     if isinstance(resume, str):
         return frozenset([resume])
@@ -74,15 +75,13 @@ def is_rate(variable: str) -> bool:
 
 
 def known(description: Json) -> list[str]:
-    """Lists the settings that `resume` may name: a description's learning rate, and numbers of its
-    optimizer.
-    """
-    found = []
+    """Lists the settings that `resume` may name: the learning rate and the optimizer's numbers."""
+    names = []
     for name, value in _settings(description["optimizer"]).items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number or name == RATE or name in _OPTIONAL:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def require_known(resume: frozenset[str], description: Json) -> None:
@@ -100,18 +99,18 @@ def require_known(resume: frozenset[str], description: Json) -> None:
 
 def changes(saved: Json, now: Json, resume: frozenset[str]) -> list[Change]:
     """Lists the named settings that differ between two descriptions."""
-    before, after = _settings(saved["optimizer"]), _settings(now["optimizer"])
-    found = []
+    settings_then = _settings(saved["optimizer"])
+    settings_now = _settings(now["optimizer"])
+    different = []
     for name in sorted(resume):
-        if differences(before.get(name), after.get(name)):
-            found.append(Change(name, before.get(name), after.get(name)))
-    return found
+        change = Change(name, settings_then.get(name), settings_now.get(name))
+        if differences(change.saved, change.now):
+            different.append(change)
+    return different
 
 
 def without(description: Json, resume: frozenset[str]) -> Json:
-    """Returns a description without the named settings, and without the learning rate's variables
-    if it is named.
-    """
+    """Returns a description without the named settings, and the variables of a named rate."""
     optimizer = copy.deepcopy(description["optimizer"])
     settings = _settings(optimizer)
     for name in resume:
@@ -148,34 +147,32 @@ class HookRates:
 
     def __init__(self, variables: Sequence[tf.Variable], callbacks: Callbacks, record: Json):
         self.record = dict(record)
-        self._variables, self._callbacks = variables, callbacks
+        self._variables = variables
+        self._callbacks = callbacks
 
     @contextlib.contextmanager
     def noting(self, hook: str) -> Iterator[None]:
         """Notes the rates before and after the block, which calls the hook."""
-        found, states = self._read(), {}
+        found = self._read()
+        states = {}
         if hook == EPOCH_HOOK:  # a callback may have no state before on_train_begin
             states = callback_state.own(self._callbacks)
         yield
         self.record[hook] = {"found": found, "left": self._read(), "callbacks": states}
 
     def can_repeat(self, hook: str) -> bool:
-        """Tells if the record has the hook; a checkpoint of an earlier version has none."""
-        return hook in self.record and len(self.record[hook]["found"]) == len(self._variables)
+        """Tells if the rates are held as they were: a schedule of Keras 3 has no variable."""
+        return len(self.record[hook]["found"]) == len(self._variables)
 
     def prepare_repeat(self, hook: str) -> None:
-        """Puts back the rates and the states of callbacks that the hook found, before it is called
-        again.
-        """
+        """Puts back the rates and the callbacks' states that the hook found before."""
         noted = self.record[hook]
         for variable, rate in zip(self._variables, noted["found"], strict=True):
             variable.assign(rate)
         callback_state.restore_own(self._callbacks, noted["callbacks"])
 
     def change(self, hook: str) -> Change | None:
-        """Returns the first rate that the hook, called again, has left otherwise than in the
-        record; else None.
-        """
+        """Returns the first rate that the repeated hook left otherwise than in the record."""
         for noted, now in zip(self.record[hook]["left"], self._read(), strict=True):
             if noted != now:
                 return Change(RATE, noted, now)

@@ -11,18 +11,18 @@ from typing import ClassVar
 
 
 class EndRequest:
-    """Scope in which the first signal `number` prints `notice` and sets `requested`; a second one
-    ends the process.
+    """Scope in which a first signal `number` is a request to end, and a second ends the process.
 
-    Only the main thread can handle signals: in another thread, and in a forked child, they stay as
-    they were.
+    The first prints `notice` and sets `requested`. Only the main thread can handle signals: in
+    another thread, and in a forked child, they stay as they were.
     """
 
     entered: ClassVar[dict[int, EndRequest]] = {}  # now, by number
 
     def __init__(self, number: signal.Signals, notice: str):
         self.requested = False
-        self._number, self._notice = number, notice
+        self._number = number
+        self._notice = notice
 
     def __enter__(self) -> EndRequest:
         self.entered[self._number] = self
@@ -45,11 +45,13 @@ class EndRequest:
             os.write(2, f"\n{self._notice}\n".encode())
 
 
-# A forked child has the handlers as they were: a data loader's process is to end at the first
-# signal.
-os.register_at_fork(
-    after_in_child=lambda: list(map(EndRequest.__exit__, tuple(EndRequest.entered.values())))
-)
+def _restore_in_child() -> None:
+    """Restores the handlers in a forked child: a data loader's process ends at the first signal."""
+    for request in tuple(EndRequest.entered.values()):
+        request.__exit__()
+
+
+os.register_at_fork(after_in_child=_restore_in_child)
 
 
 class Preempted(SystemExit):

@@ -39,6 +39,8 @@ FORMAT = 6
 MANIFEST = "manifest.json"
 TENSORS = "state"
 SEAL = "manifest"  # the tensor with the manifest's checksum
+# Tensors that are read and held at once: TensorFlow reads them in 8 threads.
+READ_AT_ONCE = 8
 _FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,18})")
 _LEFTOVER = re.compile(r"\.step-[0-9]{8,19}(\.writing-|\.removing-)[\w-]+")
 
@@ -75,60 +77,65 @@ class Checkpoint:
         """Returns what `fit(resume=...)` has changed: "step", "epoch", "name", "saved" and "now" of
         each setting.
         """
-        return self.manifest.get("changes", [])
+        return self.manifest["changes"]
 
     def warn_of_other_versions(self) -> None:
         """Warns with the versions that wrote the checkpoint, if this process has others."""
-        saved = self.manifest["versions"]
-        pairs = {name: (saved.get(name, "unknown"), now) for name, now in versions().items()}
-        others = [
-            f"{name} {before}, now {now}" for name, (before, now) in pairs.items() if before != now
-        ]
-        if others:
+        different = []
+        for name, now in versions().items():
+            before = self.manifest["versions"].get(name, "unknown")
+            if before != now:
+                different.append(f"{name} {before}, now {now}")
+        if different:
             warn(
-                f"{self.path} was written with {one_line('; '.join(others))}. Training goes on, "
-                "but may not be bit-identical to an uninterrupted one."
+                f"{self.path} was written with {one_line('; '.join(different))}. Training goes "
+                "on, but may not be bit-identical to an uninterrupted one."
             )
 
     def tensors(self, without: Container[str] = ()) -> dict[str, tf.Tensor]:
-        """Reads the tensors, by name, to host memory; CorruptCheckpointError unless they are as
-        they were written.
+        """Reads the tensors, by name, to host memory.
+
+        Raises CorruptCheckpointError unless they are as they were written.
         """
         return dict(self.read(without))
 
     def read(self, without: Container[str] = ()) -> Iterator[tuple[str, tf.Tensor]]:
         """Yields the tensors with their names, and holds a few in memory; raises as `tensors`."""
-        prefix, seal = str(self.path / TENSORS), None
-        if missing := [
-            name for name in self.manifest.get("shares", ()) if not (self.path / name).is_file()
-        ]:
+        shares = self.manifest.get("shares", ())
+        missing = [name for name in shares if not (self.path / name).is_file()]
+        if missing:
             raise CorruptCheckpointError(f"its shares {missing}, which workers wrote, are missing")
+
+        prefix = str(self.path / TENSORS)
+        seal = None
         try:
             dtypes = tf.train.load_checkpoint(prefix).get_variable_to_dtype_map()
             names = [name for name in dtypes if name not in without]
-            # TensorFlow reads in 8 threads
-            for piece in (names[i : i + 8] for i in range(0, len(names), 8)):
-                given = {
-                    "shape_and_slices": [""] * len(piece),
-                    "dtypes": [dtypes[name] for name in piece],
-                }
+            for start in range(0, len(names), READ_AT_ONCE):
+                piece = names[start : start + READ_AT_ONCE]
                 with tf.device("CPU:0"):
-                    values = tf.raw_ops.RestoreV2(prefix=prefix, tensor_names=piece, **given)
-                tensors = dict(zip(piece, values, strict=True))
-                seal = tensors.pop(SEAL, seal)
-                yield from tensors.items()
+                    values = tf.raw_ops.RestoreV2(
+                        prefix=prefix,
+                        tensor_names=piece,
+                        shape_and_slices=[""] * len(piece),
+                        dtypes=[dtypes[name] for name in piece],
+                    )
+                for name, value in zip(piece, values, strict=True):
+                    if name == SEAL:
+                        seal = value
+                    else:
+                        yield name, value
         except (tf.errors.OpError, ValueError, RuntimeError, IndexError) as error:
             reason = re.sub(r"^\{\{.*?\}\} ", "", str(error)).replace(prefix, TENSORS)[:200]
             raise CorruptCheckpointError(f"its tensors cannot be read: {reason}") from error
-        if seal is None or seal.shape.rank or seal.numpy() != self.manifest["sha256"].encode():
+        if seal is None or seal.shape.rank > 0 or seal.numpy() != self.manifest["sha256"].encode():
             raise CorruptCheckpointError(
                 f"its tensors are not those that its {MANIFEST} was written with"
             )
 
 
 def latest(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """Finds the newest good checkpoint in the `checkpoint_dir` of a fit; None if there is none at
-    all.
+    """Finds the newest good checkpoint in the `checkpoint_dir` of a fit; None without any.
 
     Warns of each newer one that is not good, and says why.
 
@@ -174,55 +181,64 @@ def paths(directory: str | os.PathLike[str]) -> list[Path]:
     )
 
 
+def folder(directory: Path, step: int) -> Path:
+    """Returns the folder of the checkpoint of a step."""
+    return directory / f"step-{step:08d}"
+
+
 def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
 def inspect(path: Path) -> Checkpoint:
-    """Reads the checkpoint in a folder; raises CorruptCheckpointError unless every byte is as it
-    was written, and IncompatibleCheckpointError if another version wrote it.
+    """Reads the checkpoint in a folder.
+
+    Raises CorruptCheckpointError unless every byte is as it was written, and
+    IncompatibleCheckpointError if another version wrote it.
     """
-    found = Checkpoint(path, _read_manifest(path))
-    if _step(path) != found.step:
-        raise CorruptCheckpointError(f"it is of step {found.step}, whatever its name says")
-    for _ in found.read():  # the checksum of each; a worker has no room for the slots of all
+    checkpoint = Checkpoint(path, _read_manifest(path))
+    if _step(path) != checkpoint.step:
+        raise CorruptCheckpointError(f"it is of step {checkpoint.step}, whatever its name says")
+    for _ in checkpoint.read():  # the checksum of each; a worker has no room for the slots of all
         pass
-    return found
+    return checkpoint
 
 
 def _read_manifest(path: Path) -> Json:
     """Reads the manifest in a folder; raises as `inspect` does."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        number = int(manifest["format"])
-        whole = manifest.get("sha256") == _digest(manifest)
-        wrote = ", ".join(
-            f"{name} {version}" for name, version in manifest.get("versions", {}).items()
-        )
+        digest = _digest(manifest) if isinstance(manifest, dict) else ""
     except OSError as error:
         raise CorruptCheckpointError(f"{MANIFEST}: {error.strerror}") from error
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{MANIFEST} does not have this format: {error!r:.200}"
         ) from error
-    if number > FORMAT or (whole and number != FORMAT):  # a later version may seal otherwise
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+        raise CorruptCheckpointError(f"{MANIFEST} does not have this format: no number")
+
+    number = manifest["format"]
+    is_whole = manifest.get("sha256") == digest
+    if number > FORMAT or (is_whole and number != FORMAT):  # a later version may seal otherwise
         raise IncompatibleCheckpointError(
-            f"{path} has format {number}, written by {wrote or 'an earlier fastaccum'}, where "
-            f"this version reads {FORMAT}. Nothing was changed: go on with that version, or name "
-            "another checkpoint_dir."
+            f"{path} has format {number}, written by {_wrote(manifest)}, where this version reads "
+            f"{FORMAT}. Nothing was changed: go on with that version, or name another "
+            "checkpoint_dir."
         )
-    if not whole:
+    if not is_whole:
         raise CorruptCheckpointError(
             f"{MANIFEST} was changed after it was written: its checksum differs"
         )
     return manifest
+
+
+def _wrote(manifest: Json) -> str:
+    """Returns the versions that wrote a manifest, whose format may be any."""
+    saved = manifest.get("versions")
+    if not isinstance(saved, dict) or not saved:
+        return "an earlier fastaccum"
+    return ", ".join(f"{name} {version}" for name, version in saved.items())
 
 
 def _digest(manifest: Json) -> str:
@@ -237,35 +253,37 @@ def write(
     tensors: Mapping[str, tf.Tensor | np.ndarray],
     keep: int,
     fit: str = "",
-    others: Sequence[Callable[[], None]] = (),
+    waits: Sequence[Callable[[], object]] = (),
 ) -> Path:
-    """Writes one checkpoint, all of it or nothing, then removes all but the `keep` newest; returns
-    its folder.
+    """Writes one checkpoint, then removes all but the `keep` newest; returns its folder.
 
     Everything goes to a hidden folder beside it, is flushed to the disk, and then takes its name in
     one operation of the file system. If that fails, older checkpoints are as they were. Each of
-    `others` waits for another worker of the `fit`, which writes its tensors by `write_share`.
+    `waits` waits for another worker of the `fit`, which writes its tensors by `write_share`.
     """
-    path = directory / f"step-{manifest['progress']['step']:08d}"
+    path = folder(directory, manifest["progress"]["step"])
     temporary = _hidden(path, "writing", fit)
-    shares = [f"{temporary}/share-{worker}" for worker in range(1 + len(others))]
-    if others:
-        manifest = {
-            **manifest,
-            "shares": [f"{TENSORS}.data-{i:05d}-of-{len(shares):05d}" for i in range(len(shares))],
-        }
+    prefix = str(temporary / TENSORS)
+    sealed: Json = {"format": FORMAT, "versions": versions(), **manifest}
+    if waits:
+        workers = 1 + len(waits)
+        sealed["shares"] = [f"{TENSORS}.data-{i:05d}-of-{workers:05d}" for i in range(workers)]
     try:
-        temporary.mkdir(exist_ok=bool(others))
-        plain: Json = json.loads(json.dumps({"format": FORMAT, "versions": versions(), **manifest}))
-        sealed, prefix = {**plain, "sha256": _digest(plain)}, str(temporary / TENSORS)
-        _save(shares[0] if others else prefix, {**tensors, SEAL: sealed["sha256"]})
-        for wait in others:
-            wait()
-        if others:
+        temporary.mkdir(exist_ok=bool(waits))
+        sealed = json.loads(json.dumps(sealed))  # as it will be read
+        sealed["sha256"] = _digest(sealed)
+        tensors = {**tensors, SEAL: sealed["sha256"]}
+        if waits:
+            _save(f"{temporary}/share-0", tensors)
+            for wait in waits:
+                wait()
+            shares = [f"{temporary}/share-{worker}" for worker in range(workers)]
             tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=shares, destination_prefix=prefix)
+        else:
+            _save(prefix, tensors)
         (temporary / MANIFEST).write_text(json.dumps(sealed, indent=1) + "\n")
-        for each in (*temporary.iterdir(), temporary):
-            flush(each)
+        for written in (*temporary.iterdir(), temporary):
+            flush(written)
         if os.path.lexists(path):  # a damaged one, since training went on from before it
             _remove(path)
         temporary.rename(path)
@@ -273,23 +291,21 @@ def write(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    step = _step(path)
-    for older in [each for each in paths(directory) if _step(each) < step][keep - 1 :]:
-        _remove(older)
+    older = [other for other in paths(directory) if _step(other) < _step(path)]
+    for superfluous in older[keep - 1 :]:
+        _remove(superfluous)
     return path
 
 
 def write_share(
     path: Path, fit: str, worker: int, tensors: Mapping[str, tf.Tensor | np.ndarray]
 ) -> None:
-    """Writes the tensors of another worker than the first, for the checkpoint that the first writes
-    to `path`.
-    """
-    folder = _hidden(path, "writing", fit)
-    folder.mkdir(exist_ok=True)
-    _save(f"{folder}/share-{worker}", tensors)
-    for each in folder.glob(f"share-{worker}.*"):
-        flush(each)
+    """Writes the tensors of another worker than the chief, which writes a checkpoint to `path`."""
+    temporary = _hidden(path, "writing", fit)
+    temporary.mkdir(exist_ok=True)
+    _save(f"{temporary}/share-{worker}", tensors)
+    for file in temporary.glob(f"share-{worker}.*"):
+        flush(file)
 
 
 def _save(prefix: str, tensors: Mapping[str, tf.Tensor | np.ndarray | str]) -> None:
@@ -304,20 +320,18 @@ def _save(prefix: str, tensors: Mapping[str, tf.Tensor | np.ndarray | str]) -> N
 
 def remove_leftovers(directory: Path) -> None:
     """Removes what a process that was killed had been writing or removing."""
-    for each in directory.iterdir():
-        if _LEFTOVER.fullmatch(each.name):
-            shutil.rmtree(each, ignore_errors=True)
+    for entry in directory.iterdir():
+        if _LEFTOVER.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Returns `path` as an absolute one; raises ValueError if TensorFlow cannot write to it, or not
-    read from it.
-    """
-    found = Path(path).absolute()
-    str(found).encode()  # as TensorFlow does
-    if set("*?[\\") & set(str(found)):
+    """Returns `path` as an absolute one; raises ValueError for one that TensorFlow cannot use."""
+    absolute_path = Path(path).absolute()
+    str(absolute_path).encode()  # as TensorFlow does
+    if set("*?[\\") & set(str(absolute_path)):
         raise ValueError("TensorFlow takes * ? [ and \\ in a path for patterns when it reads files")
-    return found
+    return absolute_path
 
 
 def flush(path: Path) -> None:
@@ -331,7 +345,8 @@ def flush(path: Path) -> None:
 
 def _hidden(path: Path, what: str, by: str = "") -> Path:
     """Returns a name beside `path` that nobody else has, or the workers of the fit `by` alone."""
-    return path.with_name(f".{path.name}.{what}-{by or f'{os.getpid()}-{secrets.token_hex(4)}'}")
+    owner = by or f"{os.getpid()}-{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name}.{what}-{owner}")
 
 
 def _remove(path: Path) -> None:

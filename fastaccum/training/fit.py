@@ -275,8 +275,8 @@ def train(
         reading(stacks, evaluation),
         announcements.announce(callbacks.announce),
     ):
-        position = saver.resume(describe, schedule.initial_epoch, schedule.epochs, verbose)
-        if saver.changed_constants:
+        start = saver.find(describe, schedule.initial_epoch, schedule.epochs, verbose)
+        if start.changed_constants:
             step.retrace()
         with replicas.on_first_replica(recipe.replicas):
             diagnosis.require_statistics(step.cycle, step.objective)
@@ -284,11 +284,13 @@ def train(
 
         with saver.beginning_training():
             callbacks.list.on_train_begin()
+        position = start.position
+        # A checkpoint says where to go on; `find` refuses a BackupAndRestore beside it.
         backed_up_epoch = take_backed_up_epoch(model, stacks.steps_per_epoch)
-        if backed_up_epoch:
+        if backed_up_epoch and saver.directory is None:
             position = Position(backed_up_epoch, backed_up_epoch)
         end = schedule.epochs
-        if saver.stopped:
+        if start.stopped:
             end = position.epoch
         epochs = range(position.epoch, end)
         for epoch, dispatches in zip(epochs, stacks.epochs(position), strict=False):

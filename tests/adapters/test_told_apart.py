@@ -641,7 +641,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/adapters/own_methods.py:_removing": "a message",
     "fastaccum/adapters/slots.py:_refusal": "a message",
     "fastaccum/app/run.py:resume": "a message",
-    "fastaccum/checkpoint/saver.py:Saver._wait": "a message",
+    "fastaccum/checkpoint/writer.py:Writer.wait": "a message",
     "fastaccum/data/datasets.py:DatasetSource.__init__": "a message",
     "fastaccum/distribute/replicas.py:replicas_for": "a message",
     "fastaccum/distribute/workers.py:abort_peers_on_error.call": (

@@ -26,6 +26,7 @@ from resuming import Interruption, Stateless, StopAfter, bits, scramble
 import fastaccum as fa
 from fastaccum.checkpoint import errors, lock, store
 from fastaccum.fingerprint.values import plain
+from fastaccum.kernels import private
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)
@@ -384,6 +385,12 @@ def test_another_dataset_is_refused(tmp_path):
     ):
         fit(trainer, tmp_path, other, None, batch_size=None)
     assert bits(trainer) == before
+
+
+def test_an_epoch_that_a_backup_left_moves_no_checkpoint(run, tmp_path):
+    shutil.copytree(run.folder / "whole", tmp_path, dirs_exist_ok=True)
+    private.initial_epoch.set(run.trainer.model, 9)  # as a fit that failed leaves it
+    assert fit(run.trainer, tmp_path, epochs=EPOCHS + 1).epoch == list(range(EPOCHS + 1))
 
 
 class OwnBackup(keras.callbacks.BackupAndRestore):

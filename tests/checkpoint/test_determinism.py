@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 import fastaccum as fa
-from fastaccum.checkpoint import saver
+from fastaccum.checkpoint import resume_point
 
 FLAG = "--xla_gpu_deterministic_ops=true"
 
@@ -23,7 +23,7 @@ def fit(folder, epochs, jit_compile=True):
 
 
 def test_a_fit_that_is_resumed_on_a_gpu_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(saver, "has_gpu", lambda: True)  # the programs stay those of a CPU
+    monkeypatch.setattr(resume_point, "has_gpu", lambda: True)  # the programs stay those of a CPU
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert not fit(tmp_path, 1), "nothing was resumed"
     (message,) = fit(tmp_path, 2)
@@ -34,10 +34,10 @@ def test_a_fit_that_is_resumed_on_a_gpu_says_so(tmp_path, monkeypatch):
 
 
 def test_without_xla_tensorflows_own_switch_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(saver, "has_gpu", lambda: True)
+    monkeypatch.setattr(resume_point, "has_gpu", lambda: True)
     monkeypatch.setenv("XLA_FLAGS", FLAG)
     assert not fit(tmp_path, 1, jit_compile=False)
     (message,) = fit(tmp_path, 2, jit_compile=False)
     assert "enable_op_determinism()" in message
-    monkeypatch.setattr(saver, "has_op_determinism", lambda: True)
+    monkeypatch.setattr(resume_point, "has_op_determinism", lambda: True)
     assert not fit(tmp_path, 3, jit_compile=False)

@@ -8,7 +8,7 @@ import re
 import keras
 import numpy as np
 import pytest
-from resuming import Interruption, Stateless, StopAfter, bits, edit_manifest, state
+from resuming import Interruption, Stateless, StopAfter, bits, state
 
 import fastaccum as fa
 from fastaccum.basics.attributes import raw
@@ -448,16 +448,4 @@ def test_other_callbacks_count_from_the_next_epoch_where_a_fit_goes_on_between_e
         expected, epochs=2, callbacks=[Scheduler(lambda epoch: new(epoch) if epoch else old(epoch))]
     )
     fit(resumed, tmp_path, epochs=2, callbacks=[Scheduler(new)])
-    assert bits(resumed) == bits(expected)
-
-
-def test_a_checkpoint_without_the_rates_of_hooks_goes_on_as_before(tmp_path):
-    stop(make(AdamW(5e-3)), tmp_path, 5, [Scheduler(relative)], epochs=2)
-    edit_manifest(
-        store.latest(tmp_path).path,
-        lambda manifest: [manifest.pop(name) for name in ("rates", "changes")],
-    )
-    expected, resumed = make(AdamW(5e-3)), make(AdamW(5e-3))
-    fit(expected, epochs=2, callbacks=[Scheduler(relative)])
-    fit(resumed, tmp_path, epochs=2, callbacks=[Scheduler(relative)])
     assert bits(resumed) == bits(expected)

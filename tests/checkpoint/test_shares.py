@@ -79,8 +79,8 @@ def fit(trainer, tmp_path, monkeypatch):
     """
 
     def fit(workers, *callbacks):
-        def training(*parts):
-            alone = Training(*parts)
+        def training(**parts):
+            alone = Training(**parts)
             holders = {id(v): workers.worker for v in alone.variables["optimizer"]}
             return dataclasses.replace(alone, workers=workers, holders=holders)
 
