@@ -24,8 +24,8 @@ from fastaccum.step import compilable
 from fastaccum.step import compile_cache as compile_caches
 from fastaccum.step import compiler_ir as ir
 from fastaccum.step import loss_scale as loss_scales
+from fastaccum.step.engine import Engine
 from fastaccum.step.options import JitCompile, OnNonfinite, Options, Schedule, ShardOptimizer
-from fastaccum.step.step import Step
 from fastaccum.step.train_step import StepResult
 from fastaccum.training.evaluation import Evaluation, predict
 from fastaccum.training.fit import (
@@ -672,5 +672,5 @@ class Trainer:
         return Options(**{name: getattr(self, name) for name in Options.names()})
 
     @property
-    def _step(self) -> Step | None:
+    def _step(self) -> Engine | None:
         return self._builder.step

@@ -18,14 +18,14 @@ from fastaccum.kernels import private
 from fastaccum.memory.buffers import Buffer, HloProto, Kind, StepMemory, program_buffers
 from fastaccum.memory.device import LIMIT, DeviceMemory, available
 from fastaccum.step.compiler_ir import MemoryAnalysis, hlo_proto, memory_of
-from fastaccum.step.step import Step
+from fastaccum.step.engine import Engine
 
 # The number of stacks that a fit holds: one is trained on, one waits to be read, others are made
 # ahead.
 IN_FLIGHT = 2 + PREFETCH
 
 
-def dispatch_memory(step: Step, dispatch: Dispatch) -> StepMemory:
+def dispatch_memory(step: Engine, dispatch: Dispatch) -> StepMemory:
     """Compiles a step for a dispatch of specs; returns the memory it takes of each device."""
     return measure(step, compile_programs(step.trace(dispatch)))
 
@@ -37,7 +37,7 @@ def compile_programs(
     return [(concrete, hlo_proto(concrete)) for concrete in functions]
 
 
-def measure(step: Step, programs: list[tuple[ConcreteFunction, HloProto]]) -> StepMemory:
+def measure(step: Engine, programs: list[tuple[ConcreteFunction, HloProto]]) -> StepMemory:
     """Returns the memory of a step while its largest program runs; the programs run in turn."""
     layers = {layer.name for layer in step.objective.model.layers}
     trained = [tuple(variable.shape) for variable in step.cycle.variables]
@@ -93,7 +93,7 @@ def _bytes_of_variables(variables: Iterable[Variable]) -> int:
     return sum(_bytes(raw(variable).shape, raw(variable).dtype) for variable in variables)
 
 
-def bytes_at_most(step: Step, functions: Iterable[ConcreteFunction]) -> int | None:
+def bytes_at_most(step: Engine, functions: Iterable[ConcreteFunction]) -> int | None:
     """Bounds `measure` from above as if no result were freed; None if a size is unknown.
 
     Nothing is compiled.
@@ -196,7 +196,7 @@ def _list_elements(node: tf.compat.v1.NodeDef, constants: Mapping[str, object]) 
     return 2 * int(length) * math.prod(element_shape.tolist())
 
 
-def limit_of(step: Step, memory: DeviceMemory) -> int:
+def limit_of(step: Engine, memory: DeviceMemory) -> int:
     """Returns what a built step's `peak_bytes` may reach: free memory and that of its variables."""
     if memory.source == LIMIT:
         return memory.total
@@ -234,7 +234,7 @@ def dispatch_of(sample: Batch, rows: int, accumulation: int) -> Dispatch:
     return Dispatch((stacked(micro_batch, accumulation),))
 
 
-def resident(step: Step) -> list[Buffer]:
+def resident(step: Engine) -> list[Buffer]:
     """Lists what stays in memory: the variables of the model, the optimizer and the step's sums."""
     objective = step.objective
     cycle = step.cycle
@@ -257,7 +257,7 @@ def resident(step: Step) -> list[Buffer]:
     return list(buffers.values())
 
 
-def resident_bytes(step: Step) -> int:
+def resident_bytes(step: Engine) -> int:
     return sum(buffer.bytes for buffer in resident(step))
 
 

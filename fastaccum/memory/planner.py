@@ -31,7 +31,7 @@ from fastaccum.memory.analysis import (
 )
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import OutOfMemoryError, explain, in_units
-from fastaccum.step.step import Step
+from fastaccum.step.engine import Engine
 
 Policy = str | Sequence[str] | None  # of `fastaccum.remat`
 
@@ -223,7 +223,7 @@ class Planner:
 
     def __init__(
         self,
-        step: Step,
+        step: Engine,
         sample: Batch,
         global_batch_size: int,
         *,

@@ -18,7 +18,7 @@ from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import head_advice, in_units
 from fastaccum.memory.planner import render
-from fastaccum.step.step import Step
+from fastaccum.step.engine import Engine
 
 # The number of the largest buffers that the table names.
 LARGEST = 3
@@ -132,7 +132,7 @@ class Summary:
             yield "compiled so far", "none"
 
 
-def summary(step: Step, sample: Batch, layout: Layout) -> Summary:
+def summary(step: Engine, sample: Batch, layout: Layout) -> Summary:
     """Compiles a step for micro-batches like the sample, and runs nothing.
 
     The sample has the specs of all replicas' rows together.
@@ -185,7 +185,7 @@ def _count_parameters(variables: Iterable[Variable]) -> int:
     return sum(math.prod(variable.shape) for variable in variables)
 
 
-def _list_compiled(step: Step) -> tuple[Compiled, ...]:
+def _list_compiled(step: Engine) -> tuple[Compiled, ...]:
     """Lists the programs that the step has run, one for each signature of their inputs."""
     compiled = []
     for name, program in step.programs.items():

@@ -36,7 +36,7 @@ class RelaxedTrace:
         """Traces the function for all lengths so far; None if it needs to know them."""
         if self._is_refused:
             return None
-        shapes = []
+        shapes: list[Shape] = []
         for shape in self._merged_with(signature):
             if len(shape) > 1:
                 shape = (shape[0], None, *shape[2:])  # any rows, since a last batch is short
@@ -60,7 +60,7 @@ class RelaxedTrace:
 
     def _merged_with(self, signature: Signature) -> list[Shape]:
         """Returns the trace's shapes, open in each axis in which this signature differs."""
-        merged = []
+        merged: list[Shape] = []
         for known_shape, shape in zip(self._shapes, signature.shapes, strict=True):
             axes: list[int | None] = []
             for known_length, length in zip(known_shape, shape, strict=True):

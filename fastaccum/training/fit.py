@@ -29,8 +29,8 @@ from fastaccum.graphs import jit_choice
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.memory.planner import Plan
 from fastaccum.step import announcements, diagnosis
+from fastaccum.step.engine import Engine, PendingDispatch
 from fastaccum.step.options import Options, Schedule
-from fastaccum.step.step import PendingStep, Step
 from fastaccum.training.evaluation import Evaluation
 from fastaccum.training.forecasts import make_plan
 from fastaccum.training.reading import reading
@@ -156,7 +156,7 @@ def make_validation(
 def say_advice(
     callbacks: Callbacks,
     builder: StepBuilder,
-    step: Step,
+    step: Engine,
     options: Options,
     schedule: Schedule,
     stacks: Stacks,
@@ -199,7 +199,7 @@ def _why_without_xla(recipe: Recipe, calling_python: Sequence[str]) -> str:
 def describe_training(
     builder: StepBuilder,
     options: Options,
-    step: Step,
+    step: Engine,
     sample: Batch,
     stacks: Stacks,
     callbacks: Callbacks,
@@ -241,7 +241,7 @@ def describe_training(
     )
 
 
-def _weights_of_losses(recipe: Recipe, step: Step) -> list[Variable]:
+def _weights_of_losses(recipe: Recipe, step: Engine) -> list[Variable]:
     """Lists the variables among `loss_weights`, but for those of the model's own."""
     of_model = {id(raw(variable)) for variable in recipe.model.variables}
     variables = step.objective.losses.weight_variables
@@ -250,7 +250,7 @@ def _weights_of_losses(recipe: Recipe, step: Step) -> list[Variable]:
 
 def train(
     builder: StepBuilder,
-    step: Step,
+    step: Engine,
     stacks: Stacks,
     callbacks: Callbacks,
     saver: Saver,
@@ -336,7 +336,7 @@ def _validation_callbacks(callbacks: Callbacks, model: keras.Model) -> Callbacks
     )
 
 
-def _programs_of(step: Step) -> dict[str, tuple[int, float]]:
+def _programs_of(step: Engine) -> dict[str, tuple[int, float]]:
     """Returns how many programs were made for each purpose, and the seconds of their first calls.
 
     A purpose for which there is none is left out.
@@ -362,12 +362,12 @@ class TrainedEpoch(NamedTuple):
 
 
 def _train_epoch(
-    step: Step, dispatches: Iterator[Dispatch], callbacks: Callbacks, steps_done: int
+    step: Engine, dispatches: Iterator[Dispatch], callbacks: Callbacks, steps_done: int
 ) -> TrainedEpoch:
     """Trains with the dispatches of an epoch, of which some steps may be done already."""
     stopwatch = Stopwatch()
     begin, end = callbacks.hooks("train")
-    pending: PendingStep | None = None
+    pending: PendingDispatch | None = None
     for dispatch in dispatches:
         begin(steps_done)
         try:
@@ -380,7 +380,7 @@ def _train_epoch(
         if pending is not None:
             # Read only now that the next step is on its way: the device never runs dry.
             pending.require()
-        pending = PendingStep(step, executed, dispatch)
+        pending = PendingDispatch(step, executed, dispatch)
         late = LateLogs(executed.logs, pending.require)
         end(steps_done + dispatch.size - 1, functools.partial(_unread, late))
         steps_done += dispatch.steps

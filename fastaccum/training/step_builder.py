@@ -17,22 +17,22 @@ from fastaccum.basics.attributes import Nest, Variable, raw, replaced, restored
 from fastaccum.basics.warnings import warn
 from fastaccum.data.stacks import DEFAULT_MAX_PROGRAMS, Batch, Layout
 from fastaccum.distribute import replicas
-from fastaccum.distribute.replicated_step import ReplicatedStep
-from fastaccum.distribute.sharded_step import ShardedStep
+from fastaccum.distribute.replicated_engine import ReplicatedEngine
+from fastaccum.distribute.sharded_engine import ShardedEngine
 from fastaccum.graphs import jit_choice
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.layers import remat
 from fastaccum.layers.interceptors import Interceptor
+from fastaccum.memory.admission import Admission
 from fastaccum.memory.analysis import needs_shares
-from fastaccum.memory.guard import Guard
 from fastaccum.step import compilable, padding
 from fastaccum.step.built_model import BuiltModel
-from fastaccum.step.model_step import ModelStep
+from fastaccum.step.device_engine import DeviceEngine
+from fastaccum.step.engine import Engine
 from fastaccum.step.options import Options
 from fastaccum.step.probe import probe
 from fastaccum.step.running_state import RunningState
-from fastaccum.step.step import Step
 from fastaccum.step.tracing import without_collection
 from fastaccum.training.recipe import Recipe
 from fastaccum.training.throughput import Throughput
@@ -91,7 +91,7 @@ class StepBuilder:
         self.throughput: Throughput | None = None  # of the last epoch of a fit
 
         # Each of these is set by the first `get_or_build`.
-        self.step: Step | None = None
+        self.step: Engine | None = None
         self.sample: Batch | None = None  # specs of the micro-batch that the step was built for
         self.calling_python: Sequence[str] = ()  # what calls Python, by name
         # What the model's own loss computes otherwise if an update is split otherwise, by name.
@@ -100,7 +100,7 @@ class StepBuilder:
 
     @graph_scoped_gradients()
     @without_collection()
-    def get_or_build(self, sample: Batch, options: Options) -> Step:
+    def get_or_build(self, sample: Batch, options: Options) -> Engine:
         """Returns the step, which is built once, from specs of a micro-batch.
 
         Raises:
@@ -110,7 +110,7 @@ class StepBuilder:
         if self.step is None:
             built = self._build(sample, options)
             step = self._make_step(built, chosen_by_user=options.jit_compile != "auto")
-            step.guard = Guard(step)
+            step.admission = Admission(step)
             self.fingerprint.require_one_program(step.objective.options, sample)
             if not self._is_fitting:
                 self._compile(step.running)
@@ -189,7 +189,7 @@ class StepBuilder:
             model, outputs, losses, metrics, recipe.optimizer, options, calling_python
         )
 
-    def _make_step(self, built: BuiltModel, chosen_by_user: bool) -> Step:
+    def _make_step(self, built: BuiltModel, chosen_by_user: bool) -> Engine:
         """Makes a step for one device, or for replicas with all of the slots or a share of them.
 
         `chosen_by_user` tells that `jit_compile` was not "auto".
@@ -197,15 +197,15 @@ class StepBuilder:
         all_replicas = self.recipe.replicas
         if all_replicas is None:
             compile_parts = built.options.uses_xla and (has_gpu() or chosen_by_user)
-            return ModelStep(built, compile_parts)
+            return DeviceEngine(built, compile_parts)
 
         if self._shards(built.options):
             try:
-                return ShardedStep(all_replicas, built)
+                return ShardedEngine(all_replicas, built)
             except ValueError:
                 if built.options.shard_optimizer is True:
                     raise
-        return ReplicatedStep(all_replicas, built)
+        return ReplicatedEngine(all_replicas, built)
 
     def _take_snapshot(self) -> Snapshot:
         return Snapshot(
@@ -298,7 +298,7 @@ class StepBuilder:
     def _is_fitting(self) -> bool:
         return hasattr(self._model.model, _FITTING)
 
-    def fitting(self, step: Step) -> contextlib.AbstractContextManager[None]:
+    def fitting(self, step: Engine) -> contextlib.AbstractContextManager[None]:
         """Compiles the model with what trains it, and keeps it so inside the block.
 
         No other Trainer's `evaluate` compiles it there. An evaluation by the model's own methods

@@ -13,10 +13,10 @@ from fastaccum.data.rows import as_stack
 from fastaccum.data.stacks import Batch, Dispatch
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.layers import remat
+from fastaccum.step.engine import Engine, PendingDispatch
 from fastaccum.step.options import Options
 from fastaccum.step.program import Program
 from fastaccum.step.signatures import flatten
-from fastaccum.step.step import PendingStep, Step
 from fastaccum.step.train_step import StepResult
 from fastaccum.training.step_builder import StepBuilder
 
@@ -30,12 +30,12 @@ class TrainStepInputs:
     def __init__(self, builder: StepBuilder, options: Callable[[], Options]):
         self._builder = builder
         self._options = options
-        self._step: Step | None = None
+        self._step: Engine | None = None
         self._layers: list[keras.layers.Layer] = []
         self._known: set[tuple] = set()  # signatures of the stacks that were checked
-        self._pending: PendingStep | None = None
+        self._pending: PendingDispatch | None = None
 
-    def prepare(self, stack: Sequence[arguments.Arrays | None]) -> tuple[Step, Batch]:
+    def prepare(self, stack: Sequence[arguments.Arrays | None]) -> tuple[Engine, Batch]:
         """Returns the step and the stack as a `Batch`, checked unless one like it was before."""
         unchecked = _as_batch(stack)
         if (
@@ -70,8 +70,8 @@ class TrainStepInputs:
             batch = self._builder.training_layout(self._options()).shard(batch)
         dispatch = Dispatch((batch,))
         executed = step.dispatch(dispatch)
-        pending = PendingStep(step, executed, dispatch)
-        to_read: PendingStep | None = pending
+        pending = PendingDispatch(step, executed, dispatch)
+        to_read: PendingDispatch | None = pending
         if has_gpu():
             to_read = self._pending
             self._pending = pending

@@ -648,7 +648,7 @@ PLACES_WITH_NAMES = {
         "a message, and the name of a thread"
     ),
     "fastaccum/basics/processes.py:Workers.report": "a message",
-    "fastaccum/memory/guard.py:Guard.error": "a message",
+    "fastaccum/memory/admission.py:Admission.error": "a message",
     "fastaccum/step/compilable.py:_called": "a message",
     "fastaccum/step/diagnosis.py:_of_micro_batch": "a message",
     "fastaccum/step/diagnosis.py:error": "a message",

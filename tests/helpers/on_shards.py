@@ -18,7 +18,7 @@ import tensorflow as tf
 from on_replicas import X, Y, replicated
 
 import fastaccum as fa
-from fastaccum.distribute import deal, sharded_step
+from fastaccum.distribute import deal, sharded_engine
 
 if __name__ == "__main__":
     on_replicas.COUNT = int(sys.argv[1])
@@ -196,7 +196,7 @@ def replaced(owner, name, value):
 
 def gathering():
     """Lets one worker's replicas exchange new weights as those of several do, by a collective."""
-    return replaced(sharded_step.ShardedStep, "_copy", sharded_step.ShardedStep._gather)
+    return replaced(sharded_engine.ShardedEngine, "_copy", sharded_engine.ShardedEngine._gather)
 
 
 def check_same_when_gathered():
@@ -216,7 +216,7 @@ def check_wrong_exchange_is_another_training():
     """The negative controls: owners keep their new weights, or read their lines backwards, and
     train something else.
     """
-    assert_another_training(sharded_step.ShardedStep, "_copy", lambda step, weights: None)
+    assert_another_training(sharded_engine.ShardedEngine, "_copy", lambda step, weights: None)
     unpack = deal.unpack
     with gathering():
         assert_another_training(
@@ -481,7 +481,7 @@ def check_auto_shares_where_all_slots_would_not_fit():
             trainer.train_step((x, x))
         finally:
             del os.environ["FASTACCUM_MEMORY_LIMIT"]
-        assert isinstance(trainer._step, sharded_step.ShardedStep) is shares, (limit, optimizer)
+        assert isinstance(trainer._step, sharded_engine.ShardedEngine) is shares, (limit, optimizer)
 
 
 def check_planned_memory():

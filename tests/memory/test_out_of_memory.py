@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import fastaccum as fa
 from fastaccum.adapters.losses import OutputLoss
-from fastaccum.memory import analysis, buffers, device, errors, guard
+from fastaccum.memory import admission, analysis, buffers, device, errors
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
 ROWS, LIMIT = 512, 2**20
@@ -137,9 +137,9 @@ def test_the_first_run_is_rehearsed_if_copies_of_variables_do_not_fit(monkeypatc
     peak, rehearsed = trainer.summary(x, y, batch_size=8, verbose=False).memory.peak_bytes, []
     monkeypatch.setenv(device.LIMIT, str(peak))
     monkeypatch.setattr(
-        guard, "preserve_variables", lambda captured: pytest.fail("more than there is")
+        admission, "preserve_variables", lambda captured: pytest.fail("more than there is")
     )
-    monkeypatch.setattr(guard, "_rehearse", rehearsed.append)
+    monkeypatch.setattr(admission, "_rehearse", rehearsed.append)
     trainer.train_step((x[None], y[None]))
     assert [memory.peak_bytes for memory in rehearsed] == [pytest.approx(peak, rel=0.01)]
 

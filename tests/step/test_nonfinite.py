@@ -18,7 +18,7 @@ from fastaccum.data import source as data
 from fastaccum.data.stacks import Layout, Position
 from fastaccum.kernels import LayerStack
 from fastaccum.step import guards
-from fastaccum.step.model_step import ModelStep
+from fastaccum.step.device_engine import DeviceEngine
 
 pytestmark = pytest.mark.long
 
@@ -543,13 +543,13 @@ def test_logs_that_are_kept_hold_no_data(monkeypatch):
 
     kept = logs
     trainer = make()
-    run = ModelStep.dispatch
+    run = DeviceEngine.dispatch
 
     def noting(step, dispatch):
         stacks.append(weakref.ref(dispatch.stacks[0].x))
         return run(step, dispatch)
 
-    monkeypatch.setattr(ModelStep, "dispatch", noting)
+    monkeypatch.setattr(DeviceEngine, "dispatch", noting)
     fit(trainer, callbacks=[Keeps()])
     gc.collect()
     assert len(logs) == len(stacks) == STEPS and not any(stack() is not None for stack in stacks)

@@ -1,4 +1,4 @@
-"""The interface of a model's step: its programs on one device, or on the replicas of a strategy."""
+"""The interface of the programs that train a model, on one device or a strategy's replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FirstRun(NamedTuple):
     """A program that is about to run for the first time."""
 
     programs: list[ConcreteFunction]  # of one device, in this order
-    # handles and constants of `programs`, on all of this process's devices
+    # Handles and constants of `programs`, on all of this process's devices.
     captured: Sequence[tf.Tensor]
     dispatch: Dispatch  # of specs; empty for a part of a train step
     training: bool
@@ -35,8 +35,8 @@ class FirstRun(NamedTuple):
     is_compiled: bool = True  # by XLA
 
 
-class MemoryGuard(Protocol):
-    """Checks that programs fit the device's memory."""
+class MemoryAdmission(Protocol):
+    """Admits programs that fit the device's memory."""
 
     def admit(self, run: FirstRun) -> contextlib.AbstractContextManager[None]:
         """Encloses a first run; an error of the scope keeps the program from running."""
@@ -45,17 +45,26 @@ class MemoryGuard(Protocol):
         """Raises the out-of-memory errors inside the block as `OutOfMemoryError`."""
 
 
-class Step(abc.ABC):
-    """Trains and evaluates a model by compiled programs, on one device or on the replicas of a
-    strategy.
+class Engine(abc.ABC):
+    """Trains and evaluates a model by compiled programs, on one device or on several.
+
+    A dispatch of it is one or more train steps, each of them a `TrainStep`'s.
+
+    Attributes:
+        objective: the model's losses, metrics and state.
+        cycle: the accumulation, and the update that ends it.
+        running: logs and counts that go on from step to step.
+        sharing: how many of this process's replicas share the memory of one device.
+        admission: checks the memory of each program before its first run; None for no check.
+        shapes_are_free: True if one trace takes single micro-batches of any rows and lengths.
     """
 
-    objective: ModelObjective  # the model's losses, metrics and state
+    objective: ModelObjective
     cycle: TrainStep
-    running: RunningState  # logs and counts that go on from step to step
-    sharing: int = 1  # how many of this process's replicas share the memory of one device
-    guard: MemoryGuard | None = None  # checks the memory of each program before its first run
-    shapes_are_free: bool = False  # one trace takes single micro-batches of any rows and lengths
+    running: RunningState
+    sharing: int = 1
+    admission: MemoryAdmission | None = None
+    shapes_are_free: bool = False
 
     @property
     @abc.abstractmethod
@@ -64,8 +73,9 @@ class Step(abc.ABC):
 
     @property
     def elsewhere(self) -> Collection[int]:
-        """The ids of the optimizer's variables that the first replica, which holds the most, does
-        not.
+        """The ids of the optimizer's variables that the first replica does not hold.
+
+        The first replica holds the most.
         """
         return ()
 
@@ -94,27 +104,30 @@ class Step(abc.ABC):
 
     @contextlib.contextmanager
     def temporary_retrace(self) -> Iterator[None]:
-        """Retraces the training programs inside the block, for XLA, and restores their earlier
-        traces on exit.
-        """
+        """Retraces the training programs for XLA, and restores their earlier traces on exit."""
         compiled = dataclasses.replace(self.objective.options, jit_compile=True)
         programs = self._training_programs
-        traced = [(each, name, value) for each in programs for name, value in vars(each).items()]
-        with replaced([(self.objective, "options", compiled), *traced]):
-            for each in programs:
-                each.jit_compile = True
-                each.retrace()
+        restored_on_exit: list[tuple[object, str, object]] = [(self.objective, "options", compiled)]
+        for program in programs:
+            for name, value in vars(program).items():
+                restored_on_exit.append((program, name, value))
+        with replaced(restored_on_exit):
+            for program in programs:
+                program.jit_compile = True
+                program.retrace()
             yield
 
     @abc.abstractmethod
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
-        """Returns the concrete functions that one device runs, in order, for a dispatch of tensors
-        or specs.
+        """Returns the concrete functions that one device runs for a dispatch, in order.
+
+        The dispatch is of tensors or specs.
         """
 
     def dispatch(self, dispatch: Dispatch) -> Executed:
-        """Runs a dispatch, on a GPU without a wait; raises ValueError if XLA cannot compile it,
-        OutOfMemoryError.
+        """Runs a dispatch, on a GPU without a wait.
+
+        Raises ValueError if XLA cannot compile it, and OutOfMemoryError.
         """
         try:
             return self._dispatch(dispatch)
@@ -122,8 +135,9 @@ class Step(abc.ABC):
             self._reraise(error)
 
     def evaluate(self, dispatch: Dispatch) -> tuple[list[tf.Tensor], Callable[[], None]]:
-        """Returns the sums of `ModelObjective.evaluate`, and a function that raises for indices out
-        of range.
+        """Returns the sums of `ModelObjective.evaluate`, and a check of indices.
+
+        The check raises ValueError for indices out of range.
         """
         try:
             return self._evaluate_dispatch(dispatch)
@@ -131,29 +145,29 @@ class Step(abc.ABC):
             self._reraise(error)
 
     def require(self, executed: Executed, dispatch: Dispatch) -> None:
-        """Waits for a dispatch; raises ValueError for indices out of range, NonFiniteError,
-        OutOfMemoryError.
+        """Waits for a dispatch.
+
+        Raises ValueError for indices out of range, NonFiniteError and OutOfMemoryError.
         """
         try:
             self._require(executed, dispatch)
         except (tf.errors.ResourceExhaustedError, MemoryError) as error:
-            # no scope is entered in each step
+            # The scope is entered here alone, since entering it in each step would take time.
             with self._translate_oom_errors():
                 raise error
 
     def lockstep(
         self, stacks: Stacks, dispatches: Iterator[Dispatch], training: bool = True
     ) -> Iterator[Dispatch]:
-        """Yields the dispatches of a pass; raises WorkersDifferError on every worker if their data
-        differ in length.
+        """Yields the dispatches of a pass, in which all workers keep step.
+
+        Raises WorkersDifferError on every worker if their data differ in length.
         """
         with self._translate_oom_errors():
             yield from self._lockstep(stacks, dispatches, training)
 
     def translate_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Raises XLA's refusal of an operation inside the block as a ValueError that names the
-        layer.
-        """
+        """Raises XLA's refusal of an operation as a ValueError that names the layer."""
         return compilable.translate_errors(self.objective.model)
 
     @abc.abstractmethod
@@ -173,10 +187,14 @@ class Step(abc.ABC):
         return dispatches
 
     def _admit(self, run: FirstRun) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.guard is None else self.guard.admit(run)
+        if self.admission is None:
+            return contextlib.nullcontext()
+        return self.admission.admit(run)
 
     def _translate_oom_errors(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.guard is None else self.guard.translate_oom_errors()
+        if self.admission is None:
+            return contextlib.nullcontext()
+        return self.admission.translate_oom_errors()
 
     def _reraise(self, error: Exception) -> NoReturn:
         """Raises a program's error in the caller's terms."""
@@ -186,18 +204,19 @@ class Step(abc.ABC):
             raise error
 
 
-class PendingStep:
-    """A dispatch whose outcome has not been read yet; `require` lets go of its data, which logs
-    would hold.
+class PendingDispatch:
+    """A dispatch whose outcome has not been read yet.
+
+    `require` lets go of the dispatch's data, which the logs would hold.
     """
 
-    def __init__(self, step: Step, executed: Executed, dispatch: Dispatch):
+    def __init__(self, engine: Engine, executed: Executed, dispatch: Dispatch):
         self._require: Callable[[], None] | None = functools.partial(
-            step.require, executed, dispatch
+            engine.require, executed, dispatch
         )
 
     def require(self) -> None:
-        """Waits for the dispatch and raises what `Step.require` raises, once."""
+        """Waits for the dispatch and raises what `Engine.require` raises, once."""
         if self._require is not None:
             self._require()
             self._require = None

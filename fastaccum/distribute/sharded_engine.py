@@ -18,13 +18,13 @@ from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.basics.attributes import raw
 from fastaccum.distribute import deal
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
-from fastaccum.distribute.replicated_step import LocalValues, ReplicatedStep, Shared, widest
+from fastaccum.distribute.replicated_engine import LocalValues, ReplicatedEngine, Shared, widest
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import Share
 
 
-class ShardedStep(ReplicatedStep):
-    """Trains as `ReplicatedStep`, with each slot on one replica alone: the first stage of ZeRO.
+class ShardedEngine(ReplicatedEngine):
+    """Trains as `ReplicatedEngine`, with each slot on one replica alone: the first stage of ZeRO.
 
         for each replica:  sums = accumulate(its rows)                # compiled
         sums = all_reduce(sums)                                       # each keeps its part
@@ -271,10 +271,12 @@ def _join(
 class _Owner:
     """The programs of the local replica that owns the weights at some places."""
 
-    def __init__(self, step: ShardedStep, replicas: Replicas, replica: int, places: Sequence[int]):
+    def __init__(
+        self, engine: ShardedEngine, replicas: Replicas, replica: int, places: Sequence[int]
+    ):
         self.places = places
-        self._step = step
-        uses_xla = step.objective.options.uses_xla
+        self._engine = engine
+        uses_xla = engine.objective.options.uses_xla
         self.measure = ReplicaProgram(
             self._measured, replicas, uses_xla, scope=self._alone, only=replica
         )
@@ -284,18 +286,18 @@ class _Owner:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        step = self._step
-        with step._alone(), slots.restricted(step._optimizer, step._trained, self.places):
+        engine = self._engine
+        with engine._alone(), slots.restricted(engine._optimizer, engine._trained, self.places):
             yield
 
     def _measured(self, shared: Shared) -> tf.Tensor:
-        sums = self._step.accumulated(shared, [])
-        return self._step.cycle.squares(sums, self.places)
+        sums = self._engine.accumulated(shared, [])
+        return self._engine.cycle.squares(sums, self.places)
 
     def _finished(
         self, shared: Shared, squares: tf.Tensor, state: list[tf.Tensor], seen: tf.Tensor
     ) -> tuple[Executed, tf.Tensor, list[tf.Tensor]]:
         share = Share(self.places, squares)
-        executed, working = self._step._finished(shared, state, seen, share)
-        weights = [raw(self._step._trained[place]).read_value() for place in self.places]
+        executed, working = self._engine._finished(shared, state, seen, share)
+        weights = [raw(self._engine._trained[place]).read_value() for place in self.places]
         return executed, working, weights

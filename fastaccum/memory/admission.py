@@ -18,12 +18,12 @@ from fastaccum.memory.device import LIMIT, DeviceMemory, available, host, physic
 from fastaccum.memory.errors import OutOfMemoryError, explain, in_units
 from fastaccum.memory.planner import divisors, largest_that_fits
 from fastaccum.step.compiler_ir import MemoryAnalysis
-from fastaccum.step.step import FirstRun, Step
+from fastaccum.step.engine import Engine, FirstRun
 
 _TO_COMPILE = 2**30  # bytes without which compiling could end the process
 
 
-class Guard:
+class Admission:
     """Admits the first run of each of a step's programs if it fits, and explains errors of memory.
 
     A program for which there is plainly room is not compiled to find out. Where there is room for a
@@ -31,8 +31,9 @@ class Guard:
     them as they were.
     """
 
-    def __init__(self, step: Step):
-        self._step, self._outputs = step, step.objective.losses.outputs
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._outputs = engine.objective.losses.outputs
         self._run: FirstRun | None = None
         self._memory: StepMemory | None = None  # of `_run`, once it was compiled to find out
         self._harmless: Exception | None = None  # the error with which no variable was lost
@@ -47,13 +48,15 @@ class Guard:
             yield
             return
         device = available()
-        limit = analysis.limit_of(self._step, device)
-        copies = analysis.resident_bytes(self._step)
-        needed = analysis.bytes_at_most(self._step, run.programs)
+        limit = analysis.limit_of(self._engine, device)
+        copies = analysis.resident_bytes(self._engine)
+        needed = analysis.bytes_at_most(self._engine, run.programs)
         if needed is None or needed + copies > limit:
             # XLA cannot compile it: the run's own error says more
             with contextlib.suppress(ValueError):
-                self._memory = analysis.measure(self._step, analysis.compile_programs(run.programs))
+                self._memory = analysis.measure(
+                    self._engine, analysis.compile_programs(run.programs)
+                )
             if self._memory is None:
                 yield
                 return
@@ -85,7 +88,7 @@ class Guard:
             limit,
             self._outputs,
             fits,
-            self._step.advice,
+            self._engine.advice,
             note=note,
             training=run.training,
         )
@@ -105,10 +108,10 @@ class Guard:
             )
             with (
                 contextlib.suppress(tf.errors.OpError, MemoryError),
-                self._step.temporary_retrace(),
+                self._engine.temporary_retrace(),
             ):
                 return analysis.dispatch_memory(
-                    self._step, run.dispatch._replace(stacks=stacks)
+                    self._engine, run.dispatch._replace(stacks=stacks)
                 ).peak_bytes
             return math.inf
 
@@ -141,9 +144,9 @@ class Guard:
             )
         else:
             message += "The variables are as they were."
-        memory, limit = self._known(), analysis.limit_of(self._step, physical())
+        memory, limit = self._known(), analysis.limit_of(self._engine, physical())
         if self._run is None or memory is None:
-            held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._step)))
+            held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._engine)))
             return explain(message, held, limit, (), more=["Take a smaller batch_size."])
         is_whole = self._run.training and not self._run.part
         fits = self._fitting(self._run, limit) if is_whole and memory.peak_bytes > limit else None
@@ -153,7 +156,7 @@ class Guard:
             limit,
             self._outputs,
             fits,
-            self._step.advice,
+            self._engine.advice,
             training=self._run.training,
         )
 
@@ -169,7 +172,9 @@ class Guard:
             and host().free > _TO_COMPILE
         ):
             with contextlib.suppress(tf.errors.OpError, MemoryError):
-                self._memory = analysis.measure(self._step, analysis.compile_programs(run.programs))
+                self._memory = analysis.measure(
+                    self._engine, analysis.compile_programs(run.programs)
+                )
         return self._memory
 
 

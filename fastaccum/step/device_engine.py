@@ -13,16 +13,16 @@ from fastaccum.data.stacks import Batch, Dispatch, trip_count
 from fastaccum.kernels.xla_ops import loop
 from fastaccum.step import diagnosis
 from fastaccum.step.built_model import BuiltModel
+from fastaccum.step.engine import Engine, FirstRun
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.program import Program, make_programs
 from fastaccum.step.retraces import Retraces
 from fastaccum.step.running_state import Executed
-from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import StepResult, TrainStep
 from fastaccum.step.update_by_micro_batch import UpdateByMicroBatch
 
 
-class ModelStep(Step):
+class DeviceEngine(Engine):
     """Trains and evaluates a model on one device: the programs of a `TrainStep` with a
     `ModelObjective`.
 
@@ -169,7 +169,7 @@ class ModelStep(Step):
         return totals, lambda: self.running.index_checks.require(seen)
 
     def _require(self, executed: Executed, dispatch: Dispatch, place: str = "") -> None:
-        """Checks the outcome as `Step.require` does; the message of an error begins with
+        """Checks the outcome as `Engine.require` does; the message of an error begins with
         `place`.
         """
         if executed.fine:

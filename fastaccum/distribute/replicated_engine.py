@@ -27,10 +27,10 @@ from fastaccum.graphs.traces import list_python_calls
 from fastaccum.kernels import private
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.step.built_model import BuiltModel
-from fastaccum.step.model_step import ModelStep
+from fastaccum.step.device_engine import DeviceEngine
+from fastaccum.step.engine import Engine, FirstRun
 from fastaccum.step.program import Program, make_programs
 from fastaccum.step.running_state import Executed
-from fastaccum.step.step import FirstRun, Step
 from fastaccum.step.train_step import Accumulated, Share
 
 # The distance between the seeds of two replicas. It is a prime, so that seeds that are drawn one
@@ -40,7 +40,7 @@ Shared = dict[str, tf.Tensor | list[tf.Tensor | None]]  # what replicas add up, 
 LocalValues = dict[str, Any]  # what a replica keeps to itself until the end of the step, by name
 
 
-class ReplicatedStep(Step):
+class ReplicatedEngine(Engine):
     """Trains and evaluates a model on the replicas of a strategy.
 
     A stack holds the rows of the local replicas side by side.
@@ -97,11 +97,11 @@ class ReplicatedStep(Step):
         replicas.unmirror([*metrics.compiled.variables, built.options.loss_scale])
 
         with first_components():
-            self._step = ModelStep(built, compile_parts=built.options.uses_xla)
+            self._device_engine = DeviceEngine(built, compile_parts=built.options.uses_xla)
             self._seeds = model.seeds
-        self.objective = self._step.objective
-        self.cycle = self._step.cycle
-        self.running = self._step.running
+        self.objective = self._device_engine.objective
+        self.cycle = self._device_engine.cycle
+        self.running = self._device_engine.running
         self._statistics = [v for v in self.objective.state if v.dtype.is_floating]
         self._length_known = True
 
@@ -402,7 +402,7 @@ class ReplicatedStep(Step):
         return self._admit(run)
 
     def retrace(self) -> None:
-        self._step.retrace()
+        self._device_engine.retrace()
         programs = [
             self._accumulate,
             self._sum,
@@ -475,7 +475,7 @@ class ReplicatedStep(Step):
             stacks = tf.nest.map_structure(lambda t: t[:steps], dispatch.stacks)
             dispatch = dispatch._replace(stacks=stacks)
         with first_components():
-            self._step._require(executed, dispatch, place)
+            self._device_engine._require(executed, dispatch, place)
         self._require_in_range(executed.indices, False)
 
     def _steps(self, dispatch: Dispatch) -> Iterator[Sequence[Batch]]:
