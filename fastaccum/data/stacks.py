@@ -81,7 +81,7 @@ class Padding(Protocol):
     def fills(self) -> Sequence[float]:
         """The values for padded inputs to try."""
 
-    def is_same(self, given: Batch, padded: Batch, thoroughly: bool) -> bool | None:
+    def is_same(self, unpadded: Batch, padded: Batch, thoroughly: bool) -> bool | None:
         """Tells if padding changes no result of a micro-batch; None if none can be computed."""
 
 

@@ -15,21 +15,25 @@ from fastaccum.adapters.models import Model
 
 
 def require(model: Model, instead: str = "pass jit_compile=False") -> None:
-    """Raises ValueError for layers that declare that XLA cannot compile them, with what to do
-    `instead`.
+    """Raises ValueError for layers that declare that XLA cannot compile them.
+
+    The error says what to do `instead`.
     """
-    if layers := model.uncompilable_layers():
+    layers = [_with_type(layer) for layer in model.uncompilable_layers()]
+    if layers:
         raise ValueError(
-            f"XLA cannot compile these layers: {', '.join(map(_called, layers))}. Move them into "
-            f"the input pipeline (dataset.map), or {instead}."
+            f"XLA cannot compile these layers: {', '.join(layers)}. Move them into the input "
+            f"pipeline (dataset.map), or {instead}."
         )
 
 
 def require_recomputable(model: Model) -> None:
-    """Raises ValueError for layers under a `keras.RematScope`: Keras would recompute them
-    otherwise, or not at all.
+    """Raises ValueError for layers under a `keras.RematScope`.
+
+    Keras would recompute them with other random numbers, or not at all.
     """
-    if layers := [_called(layer) for layer in model.recomputed_layers]:
+    layers = [_with_type(layer) for layer in model.recomputed_layers]
+    if layers:
         raise ValueError(
             f"{', '.join(layers)} were made under keras.RematScope, which fails on TensorFlow, "
             "or draws other random numbers in the backward pass. Make them outside of it, and "
@@ -38,18 +42,23 @@ def require_recomputable(model: Model) -> None:
 
 
 def list_python_callers(model: Model, losses: BoundLosses, metrics: Metrics) -> list[str]:
-    """Lists the layers, losses and metrics that call Python, as by tf.py_function; known once they
-    are built.
+    """Lists the layers, losses and metrics that call Python, as by tf.py_function.
+
+    These are known once the model is built.
     """
     layers: set[str] = set()
     for operation in model.python_calls:
-        layers.update(_layers_on(operation, model.layers) or [_called(model.model)])
-    names = {
+        layers_of_operation = _layers_on(operation, model.layers)
+        if not layers_of_operation:
+            layers_of_operation = [_with_type(model.model)]
+        layers.update(layers_of_operation)
+
+    names_by_kind = {
         "layers": sorted(layers),
         "loss": losses.calling_python,
         "metrics": metrics.calling_python,
     }
-    return [f"{kind}={each}" for kind, each in names.items() if each]
+    return [f"{kind}={names}" for kind, names in names_by_kind.items() if names]
 
 
 def require_no_python(callers: Sequence[str], instead: str) -> None:
@@ -58,7 +67,8 @@ def require_no_python(callers: Sequence[str], instead: str) -> None:
         raise ValueError(f"XLA cannot compile {', '.join(callers)}, which call Python: {instead}.")
 
 
-_SIGNS = {
+# What a part of XLA's message means.
+_REASONS = {
     "unsupported operations": "it has no such operation",
     "tf2xla conversion failed": "it cannot compile an operation",
 }
@@ -66,42 +76,49 @@ _SIGNS = {
 
 @contextmanager
 def translate_errors(model: Model | None, what: str = "this model") -> Iterator[None]:
-    """Raises XLA's refusal of an operation inside the block as a ValueError that names the
-    layer.
-    """
+    """Raises XLA's refusal of an operation as a ValueError that names the layer."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        why = next((why for sign, why in _SIGNS.items() if sign in str(error)), None)
+        why = None
+        for part_of_message, reason in _REASONS.items():
+            if why is None and part_of_message in str(error):
+                why = reason
         if why is None:
             raise
         # After its first sentence XLA's message is a stack trace.
-        reason = str(error.message).partition("{{node")[0].partition("\n")[0].strip()
-        path = re.search(r"(?:{{node |node `)([^}`]*)", str(error))
-        layers = _layers_on(path.group(1), model.layers) if model and path else []
+        before_node, _, _ = str(error.message).partition("{{node")
+        first_line, _, _ = before_node.partition("\n")
+        node = re.search(r"(?:{{node |node `)(?P<path>[^}`]*)", str(error))
+        layers = []
+        if model is not None and node is not None:
+            layers = _layers_on(node["path"], model.layers)
         where = ""
         remedy = "Pass jit_compile=False."
         if layers:
             where = f" in {', '.join(layers)}"
             remedy = "Move that into the input pipeline (dataset.map), or pass jit_compile=False."
         raise ValueError(
-            f"XLA cannot compile {what}: {why}{where}. {remedy} XLA says: {reason}"
+            f"XLA cannot compile {what}: {why}{where}. {remedy} XLA says: {first_line.strip()}"
         ) from error
 
 
 def _layers_on(path: str, layers: Sequence[keras.layers.Layer]) -> list[str]:
     """Lists the innermost layers on the path of a graph's node, as "name (Type)"."""
-    parts = path.split("/")
-
-    def depth(layer: keras.layers.Layer) -> int:
+    innermost = -1  # the place of a layer's scope on the path
+    names: list[str] = []
+    for layer in layers:
         # Keras numbers the scopes of a layer that is called again.
         scope = re.compile(rf"{re.escape(layer.name)}(_\d+)?")
-        return max((i for i, part in enumerate(parts) if scope.fullmatch(part)), default=-1)
+        for depth, part in enumerate(path.split("/")):
+            if not scope.fullmatch(part) or depth < innermost:
+                continue
+            if depth > innermost:
+                innermost = depth
+                names = []
+            names.append(_with_type(layer))
+    return names
 
-    depths = [(depth(layer), layer) for layer in layers]
-    innermost = max((d for d, _ in depths), default=-1)
-    return [_called(layer) for d, layer in depths if d == innermost >= 0]
 
-
-def _called(layer: keras.layers.Layer) -> str:
+def _with_type(layer: keras.layers.Layer) -> str:
     return f"{layer.name} ({type(layer).__name__})"

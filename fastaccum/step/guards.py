@@ -1,6 +1,4 @@
-"""Checks that run in the program and are read late: indices out of range, and steps that stay
-non-finite.
-"""
+"""Checks that run in the program and are read late: of indices, and of steps not finite."""
 
 from __future__ import annotations
 
@@ -12,15 +10,14 @@ import tensorflow as tf
 from fastaccum.adapters.outputs import NOT_WHOLE, to_whole
 from fastaccum.basics.warnings import warn
 
-# A corrupt row now and then must not end a long run, nor must a model that makes nothing but NaN go
-# on for hours. Were one step in ten bad, by chance, ten in a row would come once in 10**10 steps; a
-# spoilt model gives ten at once.
+# Steps in a row that are not finite, after which training ends. A corrupt row now and then must not
+# end a long run, nor must a model that makes nothing but NaN go on for hours. Were one step in ten
+# bad by chance, ten in a row would come once in 10**10 steps.
 PATIENCE = 10
 
 
 class NonFiniteError(FloatingPointError):
-    """Raised where gradients, losses or statistics are not finite, and no lower loss scale is left
-    to try.
+    """Raised for gradients, losses or statistics that are not finite at the lowest loss scale.
 
     Weights, optimizer slots and statistics are those of the last good step.
     """
@@ -44,12 +41,14 @@ class StuckSteps(tf.Module):
         return self._in_a_row < self.patience
 
     def count(self, stuck: tf.Tensor, valid: tf.Tensor) -> None:
-        """Counts one train step, in the program; a step without a `valid` element counts neither
-        way (bool scalars).
+        """Counts one train step, in the program; both arguments are bool scalars.
+
+        A step without a `valid` element counts neither way.
         """
-        running, in_a_row = self.running(), self._in_a_row.read_value()
+        running = self.running()
+        in_a_row = self._in_a_row.read_value()
         self._in_epoch.assign_add(tf.cast(stuck & running, tf.int64))
-        # After the end every step counts: it says how far back the end lies.
+        # After the end of training every step counts, which tells how far back the end lies.
         going_on = tf.where(valid, tf.zeros_like(in_a_row), in_a_row)
         self._in_a_row.assign(tf.where(stuck | ~running, in_a_row + 1, going_on))
 
@@ -58,24 +57,29 @@ class StuckSteps(tf.Module):
         return tf.stack([self._in_a_row.read_value(), self._in_epoch.read_value()])
 
     def since_end(self, seen: tf.Tensor) -> int | None:
-        """Waits for `seen`, which `self.seen()` returned; returns how many steps ago training
-        ended, if it has.
+        """Returns how many steps ago training ended; None if it has not.
+
+        `seen` is a value that `self.seen()` returned, for which this waits.
         """
-        since = int(seen.numpy()[0]) - self.patience
-        return since if since >= 0 else None
+        in_a_row, _ = seen.numpy().tolist()
+        if in_a_row < self.patience:
+            return None
+        return in_a_row - self.patience
 
     def warn(self, seen: tf.Tensor) -> None:
         """Warns of the epoch's stuck steps, by a value that `self.seen()` had."""
-        if count := int(seen.numpy()[1]):
-            steps = (
-                "train step of this epoch was" if count == 1 else "train steps of this epoch were"
-            )
-            warn(
-                f"{count:,} {steps} skipped: gradient, loss or statistics were not finite, and "
-                "the loss scale could not go lower. on_nonfinite='raise' ends training at the "
-                "first such step, and says where it came from.",
-                UserWarning,
-            )
+        _, in_epoch = seen.numpy().tolist()
+        if in_epoch == 0:
+            return
+        steps = "train steps of this epoch were"
+        if in_epoch == 1:
+            steps = "train step of this epoch was"
+        warn(
+            f"{in_epoch:,} {steps} skipped: gradient, loss or statistics were not finite, and "
+            "the loss scale could not go lower. on_nonfinite='raise' ends training at the "
+            "first such step, and says where it came from.",
+            UserWarning,
+        )
 
     def start_epoch(self) -> None:
         """Counts the epoch's steps anew; those in a row go on."""
@@ -100,19 +104,18 @@ class IndexChecks(tf.Module):
         super().__init__()
         self.lookups = list(lookups)
         self._sizes = np.array([size for _, size in self.lookups], np.int64)
-        self._ranges = [
-            tf.Variable(_NOTHING_SEEN, trainable=False, dtype=tf.int64, name="indices_seen")
-            for _ in self.lookups
-        ]
+        self._ranges = []
+        for _ in self.lookups:
+            self._ranges.append(
+                tf.Variable(_NOTHING_SEEN, trainable=False, dtype=tf.int64, name="indices_seen")
+            )
 
     def observe(self, lookup: int, indices: tf.Tensor) -> None:
         """Widens the range seen by a lookup; called where the indices are known, in the program."""
         indices = to_whole(indices)
         low, high = tf.unstack(self._ranges[lookup].read_value())
-        low, high = (
-            tf.minimum(low, tf.reduce_min(indices)),
-            tf.maximum(high, tf.reduce_max(indices)),
-        )
+        low = tf.minimum(low, tf.reduce_min(indices))
+        high = tf.maximum(high, tf.reduce_max(indices))
         self._ranges[lookup].assign(tf.stack([low, high]))
 
     def seen(self) -> tf.Tensor:
@@ -123,10 +126,9 @@ class IndexChecks(tf.Module):
 
     def assign(self, seen: tf.Tensor) -> None:
         """Takes over what was seen elsewhere: int64 [lookups, 2], as `seen` returns it."""
-        for variable, range_ in zip(
-            self._ranges, tf.unstack(seen, num=len(self._ranges)), strict=True
-        ):
-            variable.assign(range_)
+        seen_ranges = tf.unstack(seen, num=len(self._ranges))
+        for variable, seen_range in zip(self._ranges, seen_ranges, strict=True):
+            variable.assign(seen_range)
 
     def in_range(self) -> tf.Tensor:
         """Returns whether every index seen so far exists: bool scalar."""
@@ -134,13 +136,11 @@ class IndexChecks(tf.Module):
         return tf.reduce_all((seen[:, 0] >= 0) & (seen[:, 1] < self._sizes))
 
     def require(self, seen: tf.Tensor) -> None:
-        """Raises ValueError if `seen`, a value that `self.seen()` had, holds an index out of
-        range.
-        """
-        # Without lookups there is nothing to wait for.
-        for (what, size), (low, high) in zip(
-            self.lookups, seen.numpy().tolist() if self.lookups else (), strict=True
-        ):
+        """Raises ValueError if `seen`, which `self.seen()` returned, has an index out of range."""
+        if not self.lookups:  # and nothing to wait for
+            return
+        seen_ranges = seen.numpy().tolist()
+        for (what, size), (low, high) in zip(self.lookups, seen_ranges, strict=True):
             if low >= 0 and high < size:
                 continue
             self.reset()
@@ -149,14 +149,14 @@ class IndexChecks(tf.Module):
                     f"{what}: a value that is no whole number was seen. Nothing was updated with "
                     "it. Correct the data."
                 )
-            room = (
-                f", or make room for {high + 1} classes or rows" if size <= high < 10 * size else ""
-            )
+            room = ""
+            if size <= high < 10 * size:  # a larger index is no class or row of the user's
+                room = f", or make room for {high + 1} classes or rows"
             raise ValueError(
                 f"{what}: values from {low} to {high} were seen, but only 0 to {size - 1} exist. "
                 f"Nothing was updated with them. Correct the data{room}."
             )
 
     def reset(self) -> None:
-        for each in self._ranges:
-            each.assign(_NOTHING_SEEN)
+        for variable in self._ranges:
+            variable.assign(_NOTHING_SEEN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -15,11 +15,15 @@ from fastaccum.basics.attributes import kinds, of_keras, raw, replaced, restored
 from fastaccum.data.stacks import Batch
 from fastaccum.step.model_objective import ModelObjective
 
-_RATES = "rate", "stddev", "dropout", "recurrent_dropout"  # of Keras's layers that draw
+# Attributes of Keras's layers that draw: the layer draws nothing where they are 0.
+RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
+# The largest error of a result, relative to the largest of its kind, that padding may make.
+TOLERANCE = 1e-4
+TOLERANCE_IN_HALF_PRECISION = 2e-2
 
 
 class _Results(NamedTuple):
-    """Holds what comes out of a micro-batch, as lists of arrays."""
+    """The results of a micro-batch, as lists of arrays."""
 
     outputs: list[np.ndarray]
     losses: list[np.ndarray]  # loss sums, then weight sums
@@ -29,25 +33,31 @@ class _Results(NamedTuple):
     @property
     def is_telling(self) -> bool:
         """Tells if the losses and gradients are finite."""
-        return all(np.isfinite(each).all() for each in (*self.losses, *self.gradients))
+        return all(np.isfinite(array).all() for array in (*self.losses, *self.gradients))
+
+
+class _Trial(NamedTuple):
+    """The way in which two micro-batches are computed and compared."""
+
+    training: bool
+    with_gradients: bool
 
 
 class Padding:
     """Computes micro-batches as they are and padded, and compares all that comes out.
 
-    That is the model's outputs for the steps given, the losses, metrics and what they leave in the
-    state, and the gradients of losses and outputs. They are computed op by op, in training and not,
-    without dropout, with the weights as they are, moved by 0.1, and moved at random: a weight that
-    is 0 before the training would hide what it lets in, and a maximum what is below it. All is as
-    it was afterwards.
+    The results are the model's outputs for the steps given, the losses, the metrics, the state that
+    they leave, and the gradients of losses and outputs. They are computed op by op, in training and
+    not, without dropout. The weights are as they are, moved by 0.1, and moved at random: a weight
+    of 0 would hide what it lets in, and a maximum what is below it. All state is restored
+    afterwards.
 
     Args:
         objective: the model's.
         enter: returns the scope of the computation.
 
     Attributes:
-        fills: values that may stand for padding in a model's inputs: 0, and those of its Masking
-            layers.
+        fills: the values that may pad a model's inputs: 0, and those of its Masking layers.
     """
 
     def __init__(
@@ -57,48 +67,56 @@ class Padding:
     ):
         self._objective = objective
         self._enter = enter
-        masking = [each for each in objective.model.layers if "keras.Masking" in kinds(each)]
-        self.fills = list(dict.fromkeys([0.0, *(float(each.mask_value) for each in masking)]))
+        fills = [0.0]
+        for layer in objective.model.layers:
+            if "keras.Masking" in kinds(layer):
+                fills.append(float(layer.mask_value))
+        self.fills = list(dict.fromkeys(fills))
 
-    def is_same(self, given: Batch, padded: Batch, thoroughly: bool) -> bool | None:
-        """Tells if the padded micro-batch has the results of the one given; None where that cannot
-        be computed.
+    def is_same(self, unpadded: Batch, padded: Batch, thoroughly: bool) -> bool | None:
+        """Tells if a padded micro-batch has the results of the unpadded one.
 
-        If not `thoroughly`, without gradients, and with the weights as they are alone.
+        Returns None where they cannot be computed. If not `thoroughly`, compares no gradients, and
+        only with the weights as they are.
         """
         marks_targets = bool(tf.nest.flatten(padded.real))
         if marks_targets and self._objective.metrics.has_own_functions:
-            # a value that is 0 before the training, as an accuracy may be, would show nothing
+            # A value that is 0 before the training, as an accuracy may be, would show nothing.
             return False
-        known = None
+        trials: Iterable[_Trial] = [_Trial(training=True, with_gradients=False)]
+        if thoroughly:
+            trials = self._move_weights()
+        is_same = None
         with self._enter(), restored([*self._state, *self._weights]), replaced(self._without_draws):
-            for training, with_gradients in self._moved() if thoroughly else [(True, False)]:
+            for trial in trials:
                 try:
-                    expected = self._results(given, training, with_gradients)
-                    found = self._results(padded, training, with_gradients)
+                    expected = self._results(unpadded, trial)
+                    actual = self._results(padded, trial)
                 except Exception:
-                    # of whatever the model cannot take, such as a sequence too short or too long
+                    # The model may not take the micro-batch, as a sequence too short or too long.
                     return None
                 if not expected.is_telling:
                     continue
-                if not self._agree(expected, found):
+                if not self._agree(expected, actual):
                     return False
-                known = True
-        return known
+                is_same = True
+        return is_same
 
-    def _moved(self) -> Iterator[tuple[bool, bool]]:
-        """Moves the weights, and yields for each: compute in training, compute gradients."""
+    def _move_weights(self) -> Iterator[_Trial]:
+        """Moves the weights, and yields what is to be computed with them."""
         weights = self._weights
         before = [weight.read_value() for weight in weights]
-        yield True, True
+        yield _Trial(training=True, with_gradients=True)
         for weight, value in zip(weights, before, strict=True):
             weight.assign(value + tf.cast(0.1, weight.dtype))
-        yield False, False
+        yield _Trial(training=False, with_gradients=False)
         for number, (weight, value) in enumerate(zip(weights, before, strict=True)):
-            scale = 0.3 if weight.shape.rank < 2 else 1 / math.sqrt(weight.shape[0])
+            scale = 0.3
+            if weight.shape.rank >= 2:
+                scale = 1 / math.sqrt(weight.shape[0])  # keeps the range of a layer's outputs
             noise = tf.random.stateless_normal(weight.shape, seed=(1, number), stddev=scale)
             weight.assign(value + tf.cast(noise, weight.dtype))
-        yield True, False
+        yield _Trial(training=True, with_gradients=False)
 
     @property
     def _weights(self) -> list[tf.Variable]:
@@ -114,49 +132,54 @@ class Padding:
 
     @property
     def _without_draws(self) -> Sequence[tuple[keras.layers.Layer, str, object]]:
-        layers = [each for each in self._objective.model.called_layers if of_keras(type(each))]
-        return [
-            (each, name, 0.0)
-            for each in layers
-            for name in _RATES
-            if isinstance(getattr(each, name, None), float)
-        ]
+        """The replacements by which Keras's layers draw nothing."""
+        replacements = []
+        for layer in self._objective.model.called_layers:
+            if not of_keras(type(layer)):
+                continue
+            for name in RATES:
+                if isinstance(getattr(layer, name, None), float):
+                    replacements.append((layer, name, 0.0))
+        return replacements
 
-    def _results(self, batch: Batch, training: bool, with_gradients: bool) -> _Results:
+    def _results(self, batch: Batch, trial: _Trial) -> _Results:
         objective = self._objective
         trained = [raw(v) for v in objective.model.trainable_variables]
         with restored(self._state), tf.GradientTape() as tape:
-            forward = objective.forward(batch, training=training, observe=False)
+            forward = objective.forward(batch, training=trial.training, observe=False)
             terms = forward.terms
             outputs = [
                 _steps_given(output, batch)
                 for output in objective.outputs.predictions(forward.y_pred)
             ]
-            objective.update_metrics(batch, forward, training)
+            objective.update_metrics(batch, forward, trial.training)
             total = tf.add_n([term.loss_sum for term in terms])
             for number, output in enumerate(outputs):
                 factors = tf.random.stateless_normal(output.shape, seed=(2, number))
                 total += tf.reduce_sum(tf.cast(output, tf.float32) * factors)
             state = [variable.numpy() for variable in self._state]
         gradients = []
-        if with_gradients:
-            found = tape.gradient(
-                total, trained, unconnected_gradients=tf.UnconnectedGradients.ZERO
-            )
-            gradients = [tf.convert_to_tensor(gradient) for gradient in found]
+        if trial.with_gradients:
+            zero = tf.UnconnectedGradients.ZERO
+            for gradient in tape.gradient(total, trained, unconnected_gradients=zero):
+                gradients.append(tf.convert_to_tensor(gradient))
         losses = [term.loss_sum for term in terms] + [term.weight_sum for term in terms]
         return _Results(_as_arrays(outputs), _as_arrays(losses), state, _as_arrays(gradients))
 
-    def _agree(self, expected: _Results, found: _Results) -> bool:
-        tolerance = 1e-4 if self._objective.model.compute_dtype in ("float32", "float64") else 2e-2
-        for kind, other in zip(expected, found, strict=True):
-            if not all(_are_close(a, b, tolerance) for a, b in zip(kind, other, strict=True)):
-                return False
+    def _agree(self, expected: _Results, actual: _Results) -> bool:
+        """Tells if all results agree, up to their rounding."""
+        tolerance = TOLERANCE
+        if self._objective.model.compute_dtype not in ("float32", "float64"):
+            tolerance = TOLERANCE_IN_HALF_PRECISION
+        for expected_arrays, actual_arrays in zip(expected, actual, strict=True):
+            for expected_array, array in zip(expected_arrays, actual_arrays, strict=True):
+                if not _are_close(expected_array, array, tolerance):
+                    return False
         return True
 
 
 def _steps_given(output: tf.Tensor, batch: Batch) -> tf.Tensor:
-    """Returns an output without what `batch` says to be padding, if the output has steps."""
+    """Returns an output without the steps that are padding by `batch.real`, if it has steps."""
     for real in tf.nest.flatten(batch.real):
         if real.shape.rank == 2 and output.shape.rank > 1 and output.shape[1] == real.shape[1]:
             return output[:, : int(tf.reduce_sum(tf.cast(real[0], tf.int32)))]
@@ -167,13 +190,12 @@ def _as_arrays(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
     return [tf.cast(tensor, tf.float64).numpy() for tensor in tensors]
 
 
-def _are_close(expected: np.ndarray, found: np.ndarray, tolerance: float) -> bool:
-    if expected.shape != found.shape:
+def _are_close(expected: np.ndarray, actual: np.ndarray, tolerance: float) -> bool:
+    if expected.shape != actual.shape:
         return False
     if expected.dtype == bool or np.issubdtype(expected.dtype, np.integer):
-        return np.array_equal(expected, found)
+        return np.array_equal(expected, actual)
     expected = expected.astype("float64")
     largest = np.abs(expected).max(initial=0.0)
-    return np.allclose(
-        found.astype("float64"), expected, rtol=tolerance, atol=tolerance * largest + 1e-7
-    )
+    absolute = tolerance * largest + 1e-7
+    return np.allclose(actual.astype("float64"), expected, rtol=tolerance, atol=absolute)

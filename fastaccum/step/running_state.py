@@ -1,6 +1,4 @@
-"""Variables that train steps change beside the model, the optimizer and the loss scale: running
-logs and guards.
-"""
+"""Running logs and guards: what train steps change beside model, optimizer and loss scale."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from fastaccum.step.train_step import StepResult
 
 
 class Executed(NamedTuple):
-    """The results of one dispatch of the compiled program, on the device: reading one waits for the
-    dispatch.
-    """
+    """The results of a dispatch, on the device. Reading one waits for the dispatch."""
 
     result: StepResult  # the last train step's
     logs: dict[str, tf.Tensor]  # running means since the last reset
@@ -28,8 +24,9 @@ class Executed(NamedTuple):
 
 
 class RunningState:
-    """Holds running means of losses, weighted by rows as in Keras, metrics, the count of skipped
-    steps, and guards.
+    """The running means of losses, the metrics, the count of skipped steps, and the guards.
+
+    The means are weighted by rows, as in Keras.
     """
 
     def __init__(
@@ -39,11 +36,13 @@ class RunningState:
         index_checks: IndexChecks,
         stuck_steps: StuckSteps,
     ):
-        self.metrics, self.index_checks, self.stuck_steps = metrics, index_checks, stuck_steps
+        self.metrics = metrics
+        self.index_checks = index_checks
+        self.stuck_steps = stuck_steps
         self.loss = keras.metrics.Mean()
         self.losses = {name: keras.metrics.Mean() for name in loss_names}
         for name, mean in self.means.items():
-            # in `model.metrics`; the variables keep the names that checkpoints know
+            # The name in `model.metrics`. The variables keep the names that checkpoints know.
             mean.name = name
         self.skipped = tf.Variable(0, trainable=False, dtype=tf.int64, name="skipped_steps")
 
@@ -55,23 +54,21 @@ class RunningState:
     @property
     def log_variables(self) -> list[tf.Variable]:
         """The variables that the logs of losses and metrics are computed from."""
-        means = [v.value for mean in self.means.values() for v in mean.variables]
-        return [*means, *self.metrics.variables]
+        return [*_variables_of(self.means), *self.metrics.variables]
 
     @property
     def micro_batch_variables(self) -> list[tf.Variable]:
-        """The variables that every micro-batch adds to: sums from zero, but for metrics of the
-        user's own.
+        """The variables that every micro-batch adds to.
+
+        They are sums from zero, but for metrics of the user's own.
         """
-        return [
-            *self.metrics.variables,
-            *(v.value for mean in self.losses.values() for v in mean.variables),
-        ]
+        return [*self.metrics.variables, *_variables_of(self.losses)]
 
     @property
     def variables(self) -> list[tf.Variable]:
-        """The variables that a checkpoint saves: no stuck steps, whose cause may have been mended
-        before a resume.
+        """The variables that a checkpoint saves.
+
+        The count of stuck steps is not saved: their cause may have been mended before a resume.
         """
         return [*self.log_variables, self.skipped, *self.index_checks.variables]
 
@@ -82,9 +79,7 @@ class RunningState:
         self.metrics.reset()
 
     def show(self, losses: Mapping[str, float]) -> None:
-        """Sets the means to the losses of an evaluation, which `model.metrics` has then, as in
-        Keras.
-        """
+        """Sets the means, which `model.metrics` shows, to the losses of an evaluation."""
         for name, mean in self.means.items():
             mean.reset_state()
             mean.update_state(losses[name])
@@ -101,15 +96,17 @@ class RunningState:
         return self.index_checks.in_range() & self.stuck_steps.running()
 
     def add_parts(self, parts: Sequence[tf.Tensor], rows: tf.Tensor, all_rows: tf.Tensor) -> None:
-        """Adds to the means a micro-batch's part of each loss; the micro-batch has `rows` of the
-        step's `all_rows`.
+        """Adds to the means a micro-batch's part of each loss.
+
+        The micro-batch has `rows` of the step's `all_rows`.
         """
         for mean, part in zip(self.losses.values(), parts, strict=False):
             mean.update_state(tf.math.divide_no_nan(part * all_rows, rows), rows)
 
     def add_step(self, scale: tf.Tensor, result: StepResult, rows: tf.Tensor) -> StepResult:
-        """Counts a train step of `rows` rows that began with the loss scale `scale`; returns the
-        step's result.
+        """Counts a train step of `rows` rows that began with the loss scale `scale`.
+
+        Returns the step's result.
         """
         valid = tf.not_equal(result.weight, 0.0)
         skipped = ~result.grads_finite & valid
@@ -119,8 +116,9 @@ class RunningState:
         return result
 
     def report(self, result: StepResult, fine: tf.Tensor | bool = True) -> Executed:
-        """Reports the logs so far and what the guards saw; `fine` is False where another device has
-        an error.
+        """Reports the logs so far and what the guards saw.
+
+        `fine` is False where another device has an error.
         """
         losses = {name: mean.result() for name, mean in self.means.items()}
         logs = {
@@ -130,7 +128,11 @@ class RunningState:
             "skipped_steps": self.skipped.read_value(),
         }
         return Executed(
-            result, logs, self.index_checks.seen(), self.stuck_steps.seen(), self.fine() & fine
+            result=result,
+            logs=logs,
+            indices=self.index_checks.seen(),
+            stuck=self.stuck_steps.seen(),
+            fine=self.fine() & fine,
         )
 
     def savable(self) -> bool:
@@ -139,3 +141,10 @@ class RunningState:
             return False
         self.index_checks.require(self.index_checks.seen())
         return True
+
+
+def _variables_of(means: Mapping[str, keras.metrics.Mean]) -> list[tf.Variable]:
+    variables = []
+    for mean in means.values():
+        variables += [variable.value for variable in mean.variables]
+    return variables

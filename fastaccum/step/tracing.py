@@ -1,6 +1,4 @@
-"""How functions are traced: by XLA's rules for random keys, in graphs that can be freed, and open
-to Ctrl-C.
-"""
+"""Traces functions: by XLA's rules for random keys, in graphs that can be freed, and by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from fastaccum.step.compile_cache import number_by_function
 
 
 class TracedFunction:
-    """A `tf.function`, the attribute `function`, that can be retraced, with or without XLA; the
-    base of programs.
-    """
+    """A `tf.function`, the attribute `function`, that can be retraced, with or without XLA."""
 
     function: PolymorphicFunction
 
@@ -61,8 +57,9 @@ def without_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Lets Ctrl-C end a trace, whose C++ drops a KeyboardInterrupt or makes an error of another
-    kind of it.
+    """Lets Ctrl-C end a trace.
+
+    The C++ of a trace drops a KeyboardInterrupt, or makes an error of another kind of it.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -88,8 +85,9 @@ def _interruptible() -> Iterator[None]:
 
 
 def converted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Converts a function by AutoGraph, inline, where a nested tf.function would hide the
-    function's operations.
+    """Converts a function by AutoGraph, inline.
+
+    A nested tf.function would hide the function's operations.
     """
     enabled = private.ag_ctx.ControlStatusCtx(private.ag_ctx.Status.ENABLED)
     return private.autograph.convert(recursive=True, conversion_ctx=enabled)(function)

@@ -1,6 +1,4 @@
-"""Updates and evaluations computed a micro-batch at a time, for sizes that seldom come together
-again.
-"""
+"""Updates and evaluations computed a micro-batch at a time, for sizes that vary."""
 
 from __future__ import annotations
 
@@ -16,23 +14,25 @@ from fastaccum.basics.attributes import replaced
 from fastaccum.data.stacks import Batch
 from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.step.model_objective import ModelObjective
-from fastaccum.step.program import Program, make_programs
+from fastaccum.step.program import Program
 from fastaccum.step.retraces import Retraces
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import Accumulated, TrainStep
 
 
 class HeldSums:
-    """Variables that hold an update's sums between its programs, and the state from before its
-    first micro-batch.
+    """Variables that hold an update's sums between its programs.
+
+    They hold the state from before the update's first micro-batch, too.
     """
 
     def __init__(self, cycle: TrainStep):
-        tables = cycle.variables if cycle.optimizer.needs_lookups else []
         self.gradients = [_zeros(v.shape, accumulator_dtype(v.dtype)) for v in cycle.variables]
-        self.looked_up = {
-            j: _zeros(v.shape[:1], tf.bool) for j, v in enumerate(tables) if v.shape.rank
-        }
+        self.looked_up: dict[int, tf.Variable] = {}
+        if cycle.optimizer.needs_lookups:
+            for j, variable in enumerate(cycle.variables):
+                if variable.shape.rank:
+                    self.looked_up[j] = _zeros(variable.shape[:1], tf.bool)
         self.loss_sum = _zeros([], tf.float32)
         self.weight_sum = _zeros([], tf.float32)
         self.rows = _zeros([], tf.float32)
@@ -70,15 +70,17 @@ class UpdateByMicroBatch:
         self._objective = objective
         self._options = dataclasses.replace(objective.options, jit_compile=jit_compile)
         self._held: HeldSums | None = None
-        # Places of the variables that the loss reaches, and of those of which it looks rows up:
-        # known from a trace.
+        # Places of the variables that the loss reaches, and of those of which it looks rows up.
+        # Both are known from a trace.
         self._reached: set[int] = set()
         self._looked_up: set[int] = set()
-        self._reached_at_end: set[int] = set()  # as the program of the end was traced with
+        # The reached variables that the program of the end was traced with.
+        self._reached_at_end: set[int] = set()
         training, evaluating = retraces
-        functions = self._count_micro_batch, self._add_micro_batch, self._finish
-        self._count, self._add, self._end = make_programs(functions, jit_compile, training)
-        (self._evaluate,) = make_programs([self._evaluate_micro_batch], jit_compile, evaluating)
+        self._count = Program(self._count_micro_batch, jit_compile, training)
+        self._add = Program(self._add_micro_batch, jit_compile, training)
+        self._end = Program(self._finish, jit_compile, training)
+        self._evaluate = Program(self._evaluate_micro_batch, jit_compile, evaluating)
         self._evaluate.what = "the evaluation"
         for program in (self._count, self._add, self._evaluate):
             program.may_relax = True
@@ -98,8 +100,9 @@ class UpdateByMicroBatch:
         }
 
     def __call__(self, stacks: Sequence[Batch]) -> Executed:
-        """Runs the train step on the stacks; an error after the first one leaves the objective's
-        state as before.
+        """Runs the train step on the stacks.
+
+        An error after the first one leaves the objective's state as before.
         """
         objective = self._objective
         if self._held is None:
@@ -117,7 +120,7 @@ class UpdateByMicroBatch:
                 is_first = False
             if self._reached_at_end != self._reached:  # by a trace for another size
                 self._end.retrace()
-                self._reached_at_end = {*self._reached}
+                self._reached_at_end = set(self._reached)
             return self._end(typical)
         except BaseException:
             if not is_first:
@@ -126,16 +129,18 @@ class UpdateByMicroBatch:
             raise
 
     def evaluate(self, stack: Batch) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Returns the sums of `ModelObjective.evaluate` for one micro-batch, and what the index
-        checks have seen.
+        """Returns the sums of `ModelObjective.evaluate` for one micro-batch.
+
+        With them it returns what the index checks have seen.
         """
         return self._evaluate(stack)
 
     # Compiled, or run op by op.
 
     def _as_compiled(self) -> AbstractContextManager[None]:
-        """Lets the objective compute in the block as these programs are run, whatever runs whole
-        updates.
+        """Gives the objective the options of these programs inside the block.
+
+        Its own options are those of the program of a whole update.
         """
         return replaced([(self._objective, "options", self._options)])
 
@@ -179,7 +184,8 @@ class UpdateByMicroBatch:
 
     def _finish(self, typical_weight: tf.Tensor) -> Executed:
         """Ends the update with the sums of all its micro-batches."""
-        held, running = self._held, self._objective.running
+        held = self._held
+        running = self._objective.running
         assert held is not None
         gradients: list[tf.Tensor | None] = [None] * len(held.gradients)
         for j in self._reached:

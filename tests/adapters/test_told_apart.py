@@ -23,7 +23,7 @@ from fastaccum.adapters import (
     added_losses,
     callbacks,
     head,
-    losses,
+    loss_kinds,
     metrics,
     models,
     optimizers,
@@ -324,8 +324,8 @@ PLACES = {
             tf_keras.losses.MeanSquaredError(name="a"),
         ],
     ),
-    "losses.takes_class_indices": (
-        losses.takes_class_indices,
+    "loss_kinds.takes_class_indices": (
+        loss_kinds.takes_class_indices,
         [
             renamed("sparse_categorical_crossentropy"),
             wrapped(keras.losses.sparse_categorical_crossentropy),
@@ -339,7 +339,7 @@ PLACES = {
     ),
     "losses, __call__ of keras": (
         lambda loss: (
-            losses._require_sum_of_rows(loss, "y", keras.KerasTensor((None, 2)), False) or True
+            loss_kinds.require_sum_of_rows(loss, "y", keras.KerasTensor((None, 2)), False) or True
         ),
         [impostor("Loss", Named, "keras.src.losses.loss", __call__=lambda self, *y: 1.0)()],
         [subclass(keras.losses.MeanSquaredError)(), Named()],
