@@ -1,5 +1,4 @@
-"""Loss functions that return one number for a batch: whether it is a mean or a sum over rows, and
-how weights scale it.
+"""Loss functions that return one number for a batch, a mean or a sum over its rows.
 
 Keras multiplies such a number by every sample weight and reduces the products, so that the weights
 do not tell rows apart: they scale the batch's loss, by their mean under the reduction
@@ -52,14 +51,19 @@ class Factor(NamedTuple):
 
 # Which reductions a function seems to have.
 
-# Rows of two batches that are compared with both together: even, since functions take rows in
-# pairs. Few rows show a small mean beside a sum, many a small sum beside a mean; the larger batch
-# has at most so many elements.
-_FEW_ROWS, _MORE_ROWS, _MOST_ROWS = 2, 4, 256
+# The rows of the smaller of two batches that are compared with both together. Few rows show a small
+# mean beside a sum, many a small sum beside a mean. All are even: functions take rows in pairs.
+_FEW_ROWS = 2
+# The rows of the larger batch: as many as have `_ELEMENTS` elements, within these bounds.
+_MIN_MORE_ROWS = 4
+_MAX_MORE_ROWS = 256
 _ELEMENTS = 2**15
-_GROUPED_ROWS = 5_040  # which groups of up to ten rows divide, such as triplets
-_UNKNOWN_AXIS = 12  # the length that is drawn for one, as for the windows of SSIM
-_TOLERANCE = 2e-5  # of float32
+# The rows of a trace that groups of up to ten rows divide, such as triplets.
+_GROUPED_ROWS = 5_040
+# The length that is drawn for an axis of unknown length: the windows of SSIM have 11.
+_UNKNOWN_AXIS = 12
+# The relative error of float32 sums up to which two values count as equal.
+_TOLERANCE = 2e-5
 
 
 def find(
@@ -68,10 +72,10 @@ def find(
     name: str,
     traced: tf.types.experimental.ConcreteFunction | None,
 ) -> ScalarLoss | None:
-    """Finds what a loss function `name` is over rows; None if it returns something else than a
-    scalar or a pair.
+    """Finds what a loss function `name` is over rows.
 
-    `traced` is what `trace` returned for it.
+    Returns None if it returns something else than a scalar or a pair. `traced` is what `trace`
+    returned for it.
 
     The trace decides if the value is made of sums over rows. Their factors are decided by numbers:
     a mean over all rows is the mean of two batches' means by their rows, and a sum is the sum of
@@ -80,7 +84,8 @@ def find(
     Raises ValueError for a pair whose parts do not add up, and for a function that assigns
     variables.
     """
-    if traced is None:  # the trace of the step fails with an error that names the loss
+    if traced is None:
+        # The trace of the step fails, too, with an error that names the loss.
         return None
     _require_no_counter(traced, name)  # before the function runs
     returned = traced.structured_outputs
@@ -97,9 +102,7 @@ def find(
 
 
 def _is_pair(returned: Any) -> bool:
-    """Tells if a loss function returned `(loss_sum, weight_sum)`, of which the second may be a
-    count.
-    """
+    """Tells if a loss function returned `(loss_sum, weight_sum)`; the second may be a count."""
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         return False
     loss_sum, weight_sum = returned
@@ -109,8 +112,10 @@ def _is_pair(returned: Any) -> bool:
 def trace(
     call: Callable[[Pair], Any], specs: Specs
 ) -> tf.types.experimental.ConcreteFunction | None:
-    """Traces a function with as many rows as tell, with those of the specs, or with those that
-    groups of rows take.
+    """Traces a loss function with as many rows as it takes; None if it takes none of these.
+
+    The rows are as many as tell what is computed from them, those of the specs, or as many as
+    groups of rows divide.
     """
     for rows in (traces.TELLING_ROWS, None, _GROUPED_ROWS):
         with contextlib.suppress(Exception):  # whatever a user's function raises
@@ -131,14 +136,13 @@ def _is_scalar_with_axes(value: Any, traced: tf.types.experimental.ConcreteFunct
 
 
 def _require_no_counter(traced: tf.types.experimental.ConcreteFunction, name: str) -> None:
-    """Raises ValueError for a loss that assigns numbers, such as a count of its calls; seeds may be
-    assigned.
-    """
-    assigned = [
-        v for v in traces.list_assigned(traced.graph, []) if v.dtype.is_floating or not v.shape.rank
-    ]
-    if assigned:
-        names = [v.name for v in assigned]
+    """Raises ValueError for a loss that assigns numbers, such as a count of its calls."""
+    names = []
+    for variable in traces.list_assigned(traced.graph, []):
+        is_seed = not variable.dtype.is_floating and variable.shape.rank
+        if not is_seed:
+            names.append(variable.name)
+    if names:
         raise ValueError(
             f"loss {name!r} assigns {names}. A train step computes it for each micro-batch, and "
             "not once for the batch. Let the loss only read the variable, and assign it in a "
@@ -153,9 +157,9 @@ def _first_op_beyond_sums(scalar: tf.Tensor) -> str | None:
     beyond = row_mixing.first_op_beyond_sums(scalar, model_is_by_row=True, functions_are_sums=False)
     if beyond is not None:
         return beyond
-    called = [op.name for op in scalar.graph.get_operations() if op.type in traces.CALLS]
-    if called:  # what is inside was not looked into
-        return called[0]
+    for op in scalar.graph.get_operations():
+        if op.type in traces.CALLS:  # the function that it calls was not looked into
+            return op.name
     return row_mixing.first_comparison_of_rows(scalar.graph) or row_mixing.first_op_along_rows(
         scalar.graph
     )
@@ -170,12 +174,12 @@ def _compare_batches(
     """
     kinds: set[Literal["mean", "sum"]] = set()
     for draw in (_draw_labels, _draw_numbers):
-        fits = _fitting_kinds(call, specs, draw)
-        if fits is None:  # the function is not defined for such numbers, or they say nothing
+        fitting = _fitting_kinds(call, specs, draw)
+        if fitting is None:  # the function is not defined for such numbers, or they say nothing
             continue
-        if not fits:
+        if not fitting:
             return ""
-        kinds |= fits
+        kinds |= fitting
     if len(kinds) != 1:
         return None
     return kinds.pop()
@@ -202,29 +206,31 @@ def _draw_numbers(
 def _fitting_kinds(
     call: Callable[[Pair], Any], specs: Specs, draw: Callable[..., np.ndarray]
 ) -> set[Literal["mean", "sum"]] | None:
-    """Returns which of both a function is for one draw of two batches; None if it is not finite
-    there, or 0.
+    """Returns which of both a function is for one draw of two batches.
+
+    Returns None if its value is not finite there, or 0.
     """
     random = np.random.default_rng(0)
-    shapes = [
-        [_UNKNOWN_AXIS if axis is None else axis for axis in spec.shape[1:]] for spec in specs
-    ]
-    elements = max(1, *map(math.prod, shapes))
-    more_rows = min(max(_ELEMENTS // elements // 2 * 2, _MORE_ROWS), _MOST_ROWS)
+    shapes = [_shape_of_row(spec) for spec in specs]
+    elements = max(1, *(math.prod(shape) for shape in shapes))
+    even_rows = _ELEMENTS // elements // 2 * 2
+    more_rows = min(max(even_rows, _MIN_MORE_ROWS), _MAX_MORE_ROWS)
     all_rows = _FEW_ROWS + more_rows
     whole = []
     for spec, shape, is_target in zip(specs, shapes, (True, False), strict=True):
-        drawn = draw(random, (all_rows, *shape), is_target)
         dtype = tf.as_dtype(spec.dtype)
-        # Half precision would round gradients by more than is tolerated.
-        whole.append(tf.cast(drawn, tf.float32 if dtype.is_floating else dtype))
+        if dtype.is_floating:
+            dtype = tf.float32  # half precision would round gradients by more than is tolerated
+        whole.append(tf.cast(draw(random, (all_rows, *shape), is_target), dtype))
     drawn_specs = tuple(keras.KerasTensor(tensor.shape, tensor.dtype.name) for tensor in whole)
 
     def value_and_gradient(pair: Pair) -> tuple[tf.Tensor, tf.Tensor]:
+        _, y_pred = pair
         with tf.GradientTape() as tape:
-            tape.watch(pair[1])
+            tape.watch(y_pred)
             value = tf.reshape(tf.cast(call(pair), tf.float32), [])
-        gradient = tape.gradient(value, pair[1], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        zero = tf.UnconnectedGradients.ZERO
+        gradient = tape.gradient(value, y_pred, unconnected_gradients=zero)
         return value, tf.cast(tf.convert_to_tensor(gradient), tf.float32)
 
     def evaluate(rows: slice) -> tuple[np.ndarray, np.ndarray]:
@@ -236,11 +242,11 @@ def _fitting_kinds(
         few, few_gradient = evaluate(slice(_FEW_ROWS))
         more, more_gradient = evaluate(slice(_FEW_ROWS, None))
         both, both_gradient = evaluate(slice(None))
-    except Exception:  # it takes no such numbers
+    except Exception:  # the function takes no such numbers
         return None
-    results = (few, more, both, few_gradient, more_gradient, both_gradient)
-    if not all(np.isfinite(each).all() for each in results):
-        return None
+    for result in (few, more, both, few_gradient, more_gradient, both_gradient):
+        if not np.isfinite(result).all():
+            return None
     if not np.any(both) and not np.any(both_gradient):
         return None
     shares: dict[Literal["mean", "sum"], tuple[float, float]] = {
@@ -256,18 +262,24 @@ def _fitting_kinds(
     return fitting
 
 
-def _are_close(one: np.ndarray, other: np.ndarray) -> bool:
-    return np.allclose(
-        one, other, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(other).max(initial=0.0)
-    )
+def _shape_of_row(spec: keras.KerasTensor) -> list[int]:
+    shape = []
+    for length in spec.shape[1:]:
+        if length is None:
+            length = _UNKNOWN_AXIS
+        shape.append(length)
+    return shape
+
+
+def _are_close(value: np.ndarray, expected: np.ndarray) -> bool:
+    largest = np.abs(expected).max(initial=0.0)
+    return np.allclose(value, expected, rtol=_TOLERANCE, atol=_TOLERANCE * largest)
 
 
 def _require_sums(
     call: Callable[[Pair], Any], specs: Specs, returned: Sequence[tf.Tensor], name: str
 ) -> None:
-    """Raises ValueError if one of the two numbers that a function returns is no sum over the rows
-    of a batch.
-    """
+    """Raises ValueError if one of the two numbers of a pair is no sum over the rows of a batch."""
     for position, part in enumerate(("loss_sum", "weight_sum")):
         kind = _compare_batches(functools.partial(_call_part, call, position), specs)
         changed_by = _first_op_on_sums(returned[position])
@@ -288,14 +300,17 @@ def _require_sums(
 
 
 def _first_op_on_sums(scalar: tf.Tensor) -> str | None:
-    """Names an operation on sums over rows, such as a maximum, by which a scalar is none; None if
-    there is none.
+    """Names an operation on sums over rows, such as a maximum, by which a scalar is no sum.
+
+    Returns None if there is none.
     """
     name = row_mixing.first_op_beyond_sums(scalar, model_is_by_row=True)
     if name is None:
         return None
-    of_sums = scalar.graph.get_operation_by_name(name).outputs[0].shape.rank == 0
-    return name if of_sums else None  # a boolean_mask forgets how many rows there are
+    result = scalar.graph.get_operation_by_name(name).outputs[0]
+    if result.shape.rank != 0:  # as of a boolean_mask, which forgets how many rows there are
+        return None
+    return name
 
 
 def _call_part(call: Callable[[Pair], Any], position: int, pair: Pair) -> tf.Tensor:
@@ -344,10 +359,10 @@ def _of_one_rank(one: tf.Tensor, other: tf.Tensor) -> Pair:
 
 
 def divide_out(denominator: tf.Tensor, factor: Factor) -> tf.Tensor:
-    """Returns a scalar loss's divisor for its factor: `loss_sum / divisor` is `factor * loss_sum /
-    denominator`.
+    """Returns a scalar loss's divisor for its factor.
 
-    A factor of 0 makes the divisor infinite, and the loss 0.
+    `loss_sum / divisor` is `factor * loss_sum / denominator`. A factor of 0 makes the divisor
+    infinite, and the loss 0.
     """
     quotient = tf.math.divide_no_nan(factor.weighted, factor.counted)
     return denominator / tf.where(tf.equal(factor.counted, 0.0), factor.weighted, quotient)

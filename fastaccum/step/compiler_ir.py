@@ -41,8 +41,9 @@ class MemoryAnalysis(NamedTuple):
 
 
 def compiler_ir(function: Compiled, *args: object, stage: Stage = "optimized_hlo") -> str | bytes:
-    """Returns what a `tf.function` or a `Program` compiles to at a stage of XLA; raises ValueError
-    without XLA.
+    """Returns what a `tf.function` or a `Program` compiles to at a stage of XLA.
+
+    Raises ValueError for a function that XLA does not compile.
     """
     one_of("stage", stage, get_args(Stage))
     compiled: PolymorphicFunction = getattr(function, "function", function)
@@ -55,18 +56,17 @@ def compiler_ir(function: Compiled, *args: object, stage: Stage = "optimized_hlo
 
 
 def hlo_proto(concrete: ConcreteFunction) -> HloProto:
-    """Returns what a concrete function compiles to, with XLA's plan of its memory; takes no data,
-    runs nothing.
+    """Returns what a concrete function compiles to, with XLA's plan of its memory.
+
+    It takes no data, and runs nothing.
     """
     captured = concrete.captured_inputs
+    arguments = concrete.inputs[: len(concrete.inputs) - len(captured)]
     compiled = private.context.context().get_compiler_ir(
         device_name=tf.zeros([]).device,
         platform_name=None,
         function_name=concrete.name,
-        flat_args=[
-            tf.TensorSpec(t.shape, t.dtype)
-            for t in concrete.inputs[: len(concrete.inputs) - len(captured)]
-        ],
+        flat_args=[tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments],
         captured_inputs=captured,
         stage="optimized_hlo_proto_serialized",
     )
@@ -75,22 +75,23 @@ def hlo_proto(concrete: ConcreteFunction) -> HloProto:
 
 def memory_analysis(function: Compiled, *args: object) -> MemoryAnalysis:
     """Returns XLA's memory plan for `function(*args)`; compiles, runs nothing."""
-    return memory_of(
-        private.hlo_pb2.HloProto.FromString(
-            compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
-        )
-    )
+    serialized = compiler_ir(function, *args, stage="optimized_hlo_proto_serialized")
+    return memory_of(private.hlo_pb2.HloProto.FromString(serialized))
 
 
 def memory_of(proto: HloProto) -> MemoryAnalysis:
     """Returns XLA's memory plan of a compiled program."""
-    argument = output = alias = temp = 0
+    argument = 0
+    output = 0
+    alias = 0
+    temp = 0
     for allocation in proto.buffer_assignment.buffer_allocations:
         size = allocation.size
         if allocation.is_entry_computation_parameter:
             argument += size
             if allocation.maybe_live_out:
-                output, alias = output + size, alias + size
+                output += size
+                alias += size
         elif allocation.maybe_live_out:
             output += size
         elif not (allocation.is_constant or allocation.is_thread_local):

@@ -15,7 +15,7 @@ from fastaccum.step import diagnosis
 from fastaccum.step.built_model import BuiltModel
 from fastaccum.step.engine import Engine, FirstRun
 from fastaccum.step.model_objective import ModelObjective
-from fastaccum.step.program import Program, make_programs
+from fastaccum.step.program import Program
 from fastaccum.step.retraces import Retraces
 from fastaccum.step.running_state import Executed
 from fastaccum.step.train_step import StepResult, TrainStep
@@ -23,11 +23,11 @@ from fastaccum.step.update_by_micro_batch import UpdateByMicroBatch
 
 
 class DeviceEngine(Engine):
-    """Trains and evaluates a model on one device: the programs of a `TrainStep` with a
-    `ModelObjective`.
+    """Trains and evaluates a model on one device.
 
-    XLA compiles those that take a single micro-batch, as sizes that vary need, if `compile_parts`:
-    each of them for one size. Else TensorFlow runs them op by op, and one trace is for all sizes.
+    Its programs are those of a `TrainStep` with a `ModelObjective`. Sizes that vary need programs
+    of a single micro-batch. If `compile_parts`, XLA compiles these, each for one size; else
+    TensorFlow runs them op by op, and one trace is for all sizes.
     """
 
     def __init__(self, built: BuiltModel, compile_parts: bool):
@@ -44,35 +44,39 @@ class DeviceEngine(Engine):
             clip_norm=options.clip_norm,
             jit_compile=options.uses_xla,
         )
-        # a whole stack, a short last one, and the sizes that rows are filled up to
-        retraces = Retraces(many=5)
-        functions = self._execute, self._execute_many
-        self.compiled_execute, self.compiled_execute_many = make_programs(
-            functions, options.uses_xla, retraces
+        # A whole stack, a short last one, and the sizes that rows are filled up to.
+        retraces_of_steps = Retraces(many=5)
+        # Validation data and those of `evaluate` may differ in size.
+        retraces_of_evaluations = Retraces(many=6)
+        uses_xla = options.uses_xla
+        self.compiled_execute = Program(self._execute, uses_xla, retraces_of_steps)
+        self.compiled_execute.admit = functools.partial(
+            self._admit_program, is_multi_step=False, training=True
         )
-        # validation data and those of `evaluate` may differ in size
-        of_evaluations = Retraces(many=6)
-        (self.compiled_evaluate,) = make_programs(
-            [self._evaluate], options.uses_xla, of_evaluations
-        )
-        self.compiled_execute.admit = functools.partial(self._admit_program, False, True)
-        self.compiled_evaluate.what = "the evaluation"
+        self.compiled_execute_many = Program(self._execute_many, uses_xla, retraces_of_steps)
         self.compiled_execute_many.axes = ("train steps", *self.compiled_execute.axes)
-        self.compiled_execute_many.admit = functools.partial(self._admit_program, True, True)
-        self.compiled_evaluate.admit = functools.partial(self._admit_program, False, False)
+        self.compiled_execute_many.admit = functools.partial(
+            self._admit_program, is_multi_step=True, training=True
+        )
+        self.compiled_evaluate = Program(self._evaluate, uses_xla, retraces_of_evaluations)
+        self.compiled_evaluate.what = "the evaluation"
+        self.compiled_evaluate.admit = functools.partial(
+            self._admit_program, is_multi_step=False, training=False
+        )
         self.shapes_are_free = not compile_parts
         self._by_micro_batch = UpdateByMicroBatch(
             self.cycle,
             self.objective,
             compile_parts,
-            (Retraces(many=3), of_evaluations),
+            (Retraces(many=3), retraces_of_evaluations),
             self._admit_part,
         )
 
     # Compiled.
 
     def _run(self, *stacks: Batch) -> StepResult:
-        scale, rows = self.cycle.loss_scale.scale(), self.objective.rows(stacks)
+        scale = self.cycle.loss_scale.scale()
+        rows = self.objective.rows(stacks)
         return self.running.add_step(scale, self.cycle.run(*stacks), rows)
 
     def _execute(self, *stacks: Batch) -> Executed:
@@ -80,25 +84,23 @@ class DeviceEngine(Engine):
         return self.running.report(self._run(*stacks))
 
     def _execute_many(self, stack: Batch) -> Executed:
-        """Runs train steps over the leading axis of [steps, micro-batches, rows, ...], in one
-        program.
-        """
-        nothing = StepResult(
-            *(tf.zeros([], d) for d in (tf.float32, tf.float32, tf.float32, tf.bool, tf.float32))
+        """Runs train steps over the leading axis of [steps, micro-batches, rows, ...]."""
+        before_first_step = StepResult(
+            loss=tf.zeros([]),
+            weight=tf.zeros([]),
+            grad_norm=tf.zeros([]),
+            grads_finite=tf.zeros([], tf.bool),
+            loss_scale=tf.zeros([]),
         )
 
-        def turn(i, last):
+        def run_step(i, last):
             result = self._run(_at(stack, i))
-            # What only fills up the dispatch has no gradient.
-            return [
-                result._replace(
-                    grad_norm=tf.where(
-                        tf.equal(result.weight, 0.0), last.grad_norm, result.grad_norm
-                    )
-                )
-            ]
+            # A step that only fills up the dispatch has no gradient.
+            is_empty = tf.equal(result.weight, 0.0)
+            grad_norm = tf.where(is_empty, last.grad_norm, result.grad_norm)
+            return [result._replace(grad_norm=grad_norm)]
 
-        (result,) = loop(trip_count(stack), turn, [nothing])
+        (result,) = loop(trip_count(stack), run_step, [before_first_step])
         return self.running.report(result)
 
     def _evaluate(self, *stacks: Batch) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -108,37 +110,42 @@ class DeviceEngine(Engine):
 
     @property
     def programs(self) -> dict[str, Program]:
-        step, steps, evaluation = (
-            self.compiled_execute,
-            self.compiled_execute_many,
-            self.compiled_evaluate,
-        )
-        whole = {"train step": step, "train steps of a dispatch": steps, "evaluation": evaluation}
-        return {**whole, **self._by_micro_batch.programs}
+        return {
+            "train step": self.compiled_execute,
+            "train steps of a dispatch": self.compiled_execute_many,
+            "evaluation": self.compiled_evaluate,
+            **self._by_micro_batch.programs,
+        }
 
     def _admit_program(
-        self, several: bool, training: bool, concrete: ConcreteFunction
+        self, concrete: ConcreteFunction, is_multi_step: bool, training: bool
     ) -> AbstractContextManager[None]:
         stacks, _ = concrete.structured_input_signature
-        dispatch = Dispatch(stacks, is_multi_step=several)
-        is_compiled = self.objective.options.uses_xla
         run = FirstRun(
-            [concrete], concrete.captured_inputs, dispatch, training, is_compiled=is_compiled
+            [concrete],
+            concrete.captured_inputs,
+            Dispatch(stacks, is_multi_step=is_multi_step),
+            training,
+            is_compiled=self.objective.options.uses_xla,
         )
         return self._admit(run)
 
     def _admit_part(
         self, part: str, training: bool, concrete: ConcreteFunction
     ) -> AbstractContextManager[None]:
-        is_compiled = not self.shapes_are_free
         run = FirstRun(
-            [concrete], concrete.captured_inputs, Dispatch(()), training, part, is_compiled
+            [concrete],
+            concrete.captured_inputs,
+            Dispatch(()),
+            training,
+            part,
+            is_compiled=not self.shapes_are_free,
         )
         return self._admit(run)
 
     def retrace(self) -> None:
-        for each in self.programs.values():
-            each.retrace()
+        for program in self.programs.values():
+            program.retrace()
 
     @property
     def _training_programs(self) -> list[Program]:
@@ -152,7 +159,9 @@ class DeviceEngine(Engine):
         return [self._program(dispatch).trace(*dispatch.stacks)]
 
     def _program(self, dispatch: Dispatch) -> Program:
-        return self.compiled_execute_many if dispatch.is_multi_step else self.compiled_execute
+        if dispatch.is_multi_step:
+            return self.compiled_execute_many
+        return self.compiled_execute
 
     def _dispatch(self, dispatch: Dispatch) -> Executed:
         if dispatch.by_micro_batch:
@@ -164,25 +173,24 @@ class DeviceEngine(Engine):
             evaluated = [self._by_micro_batch.evaluate(stack) for stack in dispatch.stacks]
         else:
             evaluated = [self.compiled_evaluate(*dispatch.stacks)]
-        totals = [tf.add_n(values) for values in zip(*(sums for sums, _ in evaluated), strict=True)]
-        _, seen = evaluated[-1]  # of all so far
+        sums_of_stacks = [sums for sums, _ in evaluated]
+        totals = [tf.add_n(values) for values in zip(*sums_of_stacks, strict=True)]
+        _, seen = evaluated[-1]  # in all stacks so far
         return totals, lambda: self.running.index_checks.require(seen)
 
     def _require(self, executed: Executed, dispatch: Dispatch, place: str = "") -> None:
-        """Checks the outcome as `Engine.require` does; the message of an error begins with
-        `place`.
-        """
+        """Checks the outcome as `Engine.require` does; an error's message begins with `place`."""
         if executed.fine:
             return
         running = self.running
         running.index_checks.require(executed.indices)
-        since = running.stuck_steps.since_end(executed.stuck)
-        if since is None:
+        steps_since_end = running.stuck_steps.since_end(executed.stuck)
+        if steps_since_end is None:
             return
         stacks = dispatch.stacks
         if dispatch.is_multi_step:
             (stack,) = stacks
-            stacks = (_at(stack, trip_count(stack) - 1 - since),)
+            stacks = (_at(stack, trip_count(stack) - 1 - steps_since_end),)
         try:
             raise diagnosis.error(self.cycle, self.objective, stacks, place)
         finally:

@@ -31,7 +31,7 @@ NAMES = 5
 _LORA = {"lora_kernel_a", "lora_kernel_b", "lora_embeddings_a", "lora_embeddings_b"}
 
 
-class Seen(NamedTuple):
+class Values(NamedTuple):
     """The values of one micro-batch, and flags of those that hold NaN or inf."""
 
     loss_sum: tf.Tensor  # float32 scalar
@@ -129,13 +129,15 @@ def _findings(step: _Failed) -> list[str]:
 
     total = sum(trip_count(stack) for stack in step.stacks)
     with restored([*step.objective.state, *step.objective.running.variables]):
-        look, layers = _looker(step)
-        for at, batch in enumerate(_micro_batches(step.stacks)):
-            seen = Seen(*(t.numpy() for t in look(batch)))
-            if np.any(seen.gradients) or np.any(seen.state) or not np.isfinite(seen.loss_sum):
-                where = f"{step.place}In micro-batch {at} of the step's {total} (counted from 0):"
-                return [where, *_of_micro_batch(step, batch, seen, layers)]
-        return _of_step(step, seen)
+        compute, layers = _make_program(step)
+        for number, batch in enumerate(_micro_batches(step.stacks)):
+            values = Values(*(tensor.numpy() for tensor in compute(batch)))
+            has_bad_loss = not np.isfinite(values.loss_sum)
+            if np.any(values.gradients) or np.any(values.state) or has_bad_loss:
+                where = f"In micro-batch {number} of the step's {total} (counted from 0):"
+                findings = _of_micro_batch(step, batch, values, layers)
+                return [f"{step.place}{where}", *findings]
+        return _of_step(step, values)
 
 
 def _micro_batches(stacks: Sequence[Batch]) -> Iterator[Batch]:
@@ -146,23 +148,23 @@ def _micro_batches(stacks: Sequence[Batch]) -> Iterator[Batch]:
 
 
 def _of_micro_batch(
-    step: _Failed, batch: Batch, seen: Seen, layers: list[keras.layers.Layer]
+    step: _Failed, batch: Batch, values: Values, layers: list[keras.layers.Layer]
 ) -> list[str]:
     bad_inputs = list(_bad_inputs(batch))
     lines = [f"{bad_input}." for bad_input in bad_inputs]
 
-    first_bad = next(itertools.compress(layers, seen.outputs), None)
+    first_bad = next(itertools.compress(layers, values.outputs), None)
     layer = None
     if first_bad is not None:
         layer = f"{first_bad.name!r} ({type(first_bad).__name__})"
         lines.append(f"The first layer whose output is not finite: {layer}.")
 
-    loss = float(seen.loss_sum)
-    if seen.weight_sum:
-        loss = loss / float(seen.weight_sum)
+    loss = float(values.loss_sum)
+    if values.weight_sum:
+        loss = loss / float(values.weight_sum)
     lines.append(f"The loss: {loss:g}.")
 
-    variables = list(itertools.compress(step.cycle.variables, seen.gradients))
+    variables = list(itertools.compress(step.cycle.variables, values.gradients))
     if variables:
         owners: dict[str, None] = {}  # a set that keeps the order
         for variable in variables:
@@ -173,7 +175,7 @@ def _of_micro_batch(
             f"Gradients that are not finite: {len(variables)} of {len(step.cycle.variables)}: "
             f"{_some_variables(step, variables)}; of the layers {_some(map(repr, owners))}."
         )
-    statistics = list(itertools.compress(_floats(step.objective.state), seen.state))
+    statistics = list(itertools.compress(_floats(step.objective.state), values.state))
     if statistics:
         lines.append(f"Statistics that became NaN or inf: {_some_variables(step, statistics)}.")
 
@@ -217,7 +219,7 @@ def _remedy(
     )
 
 
-def _of_step(step: _Failed, seen: Seen) -> list[str]:
+def _of_step(step: _Failed, values: Values) -> list[str]:
     """Describes a step whose micro-batches are finite by themselves."""
     with tf.GradientTape() as tape:
         penalty = step.objective.penalty()
@@ -238,18 +240,18 @@ def _of_step(step: _Failed, seen: Seen) -> list[str]:
                 "What to do: go back to smaller weights, and lower the learning rate or set "
                 "clip_norm.",
             ]
-    i = int(np.argmax(seen.largest))
+    i = int(np.argmax(values.largest))
     return [
         f"{step.place}Each micro-batch is finite by itself, but their sum, or its norm, is not. "
         f"The largest gradient is that of {_name(step, step.cycle.variables[i])}: "
-        f"{seen.largest[i]:g} in the last micro-batch.",
+        f"{values.largest[i]:g} in the last micro-batch.",
         "What to do: scale the loss down (the mean rather than the sum), or lower the learning "
         "rate.",
     ]
 
 
-def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
-    """Returns a program from a micro-batch to a `Seen`, as a tuple, and the layers in its order.
+def _make_program(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
+    """Returns a program from a micro-batch to its `Values`, and the layers in order.
 
     The list of layers is filled by the program's trace.
     """
@@ -264,7 +266,7 @@ def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
             counts = Program(objective.count, jit_compile)(*step.stacks)
         prepared = objective.prepare(step.stacks, counts)
 
-    def look(batch):
+    def compute(batch):
         layers.clear()
         outputs: list[list[tf.Tensor]] = []
         noting = _note_outputs(objective.model, layers, outputs)
@@ -273,8 +275,7 @@ def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
             scaled = tf.cast(loss_sum, tf.float32) * scale
             calls_forward = len(outputs)
             gradients = tape.gradient(scaled, cycle.variables)
-        # What a layer that recomputes its activations put out again, in the backward pass, is no
-        # news.
+        # A layer that recomputes its activations returns them again in the backward pass.
         del layers[calls_forward:]
         del outputs[calls_forward:]
 
@@ -297,9 +298,16 @@ def _looker(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
         bad_outputs = tf.convert_to_tensor(bad_outputs, tf.bool)
         bad_state = [_is_bad(variable) for variable in _floats(objective.state)]
         bad_state = tf.convert_to_tensor(bad_state, tf.bool)
-        return loss_sum, weight_sum, bad_gradients, largest, bad_outputs, bad_state
+        return Values(
+            loss_sum=loss_sum,
+            weight_sum=weight_sum,
+            gradients=bad_gradients,
+            largest=largest,
+            outputs=bad_outputs,
+            state=bad_state,
+        )
 
-    return Program(look, jit_compile), layers
+    return Program(compute, jit_compile), layers
 
 
 def _note_outputs(

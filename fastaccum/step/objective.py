@@ -25,38 +25,41 @@ class Objective:
         return contextlib.nullcontext()
 
     def prepare(self, stacks: Sequence[Any], counts: Any = None) -> Any:
-        """Computes what every micro-batch must know of the stacks, of which several devices have
-        counted `counts`.
+        """Computes what every micro-batch must know of the stacks.
+
+        `counts` is what several devices have counted of them together.
         """
         return None
 
     def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Computes the loss sum and the weight sum of one micro-batch, with what `prepare`
-        returned.
+        """Computes the loss sum and the weight sum of one micro-batch.
+
+        `prepared` is what `prepare` returned.
         """
         raise NotImplementedError
 
     def typical_weight(self, stacks: Sequence[Any]) -> float:
         """Estimates the weight sum while the step is traced: the number of examples."""
-        first = (next(t for t in tf.nest.flatten(stack) if t is not None) for stack in stacks)
-        return float(sum(math.prod(size or 1 for size in tensor.shape[:2]) for tensor in first))
+        examples = 0
+        for stack in stacks:
+            tensors = [tensor for tensor in tf.nest.flatten(stack) if tensor is not None]
+            known_sizes = [size for size in tensors[0].shape[:2] if size]
+            examples += math.prod(known_sizes)
+        return float(examples)
 
     def denominator(self, weight_sum: tf.Tensor) -> tf.Tensor:
-        """Returns the divisor of the loss sum: the weight sum, unless the loss is a sum; 0 where
-        nothing is valid.
+        """Returns the divisor of the loss sum: the weight sum, unless the loss is a sum.
+
+        It is 0 where nothing is valid.
         """
         return weight_sum
 
     def penalty(self) -> tf.Tensor | None:
-        """Computes a loss that is added once per step, whatever the number of micro-batches (weight
-        regularisers).
-        """
+        """Computes a loss that is added once per step, as that of weight regularisers."""
         return None
 
     def accepts(self) -> tf.Tensor:
-        """Returns a bool scalar, computed after the loop; the step changes nothing where it is
-        False.
-        """
+        """Returns whether the step may change anything: a bool scalar, computed after the loop."""
         return tf.constant(True)
 
 
@@ -69,7 +72,7 @@ class LossFunction(Objective):
         state: Sequence[tf.Variable] = (),
     ):
         try:
-            with contextlib.suppress(ValueError):  # of one of C's, which does not say
+            with contextlib.suppress(ValueError):  # a function of C has no signature
                 inspect.signature(loss_fn).bind(None)
         except TypeError:
             raise TypeError(
@@ -90,26 +93,27 @@ def listed(name: str, values: Iterable[Variable]) -> list[Variable]:
     try:
         if not isinstance(values, (str, bytes, Mapping)):
             return list(values)
-    except Exception as error:  # of whatever was passed
+    except Exception as error:  # whatever the object that was passed raises
         cause = error
     raise TypeError(f"{name}={checks.shown(values)} must be a list of variables.") from cause
 
 
 def tf_variables(name: str, variables: Iterable[Variable]) -> list[tf.Variable]:
-    """Returns the tf.Variables behind tf.Variables and Keras variables; raises TypeError or
-    ValueError for others.
+    """Returns the tf.Variables behind tf.Variables and Keras variables.
+
+    Raises TypeError for what is neither, and ValueError for a variable that comes twice.
     """
-    found: dict[int, tf.Variable] = {}
+    by_id: dict[int, tf.Variable] = {}
     for variable in listed(name, variables):
-        value = (
-            variable if isinstance(variable, tf.Variable) else getattr(variable, "value", variable)
-        )
+        value = variable
+        if not isinstance(variable, tf.Variable):
+            value = getattr(variable, "value", variable)
         if not isinstance(value, tf.Variable):
             raise TypeError(
                 f"{name} holds {checks.shown(variable)}, which is not a tf.Variable or a Keras "
                 "variable."
             )
-        if id(value) in found:
+        if id(value) in by_id:
             raise ValueError(f"{name} holds {value.name!r} twice: pass each variable once.")
-        found[id(value)] = value
-    return list(found.values())
+        by_id[id(value)] = value
+    return list(by_id.values())
