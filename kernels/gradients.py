@@ -128,8 +128,8 @@ class AddedAccumulator(SumAccumulator):
     def add(
         self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor | tf.IndexedSlices]
     ) -> list[tf.Tensor]:
-        added, *others = terms
-        return [_added(added, others)]
+        total, *other_terms = terms
+        return [_added(total, other_terms)]
 
 
 def _by_rows(term: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
@@ -390,11 +390,14 @@ class GradientSums:
         Nothing may stand between a gradient and its add, or XLA cannot fuse the add into the
         matmul.
         """
-        return {j: each.add(i, carried[j], terms[j]) for j, each in self._accumulators.items()}
+        added = {}
+        for j, accumulator in self._accumulators.items():
+            added[j] = accumulator.add(i, carried[j], terms[j])
+        return added
 
     def totals(self, carried: Carried) -> dict[int, tf.Tensor]:
         """Returns the sums over all micro-batches by place, from what the loop carried out."""
-        return {j: each.total(carried[j]) for j, each in self._accumulators.items()}
+        return {j: sums.total(carried[j]) for j, sums in self._accumulators.items()}
 
     def looked_up(self, carried: Carried) -> dict[int, tf.Tensor]:
         """Returns which rows of a table occurred, by place: bool [rows]."""
@@ -415,7 +418,9 @@ class Reduced(NamedTuple):
 
 def accumulator_dtype(dtype: tf.DType) -> tf.DType:
     """Returns float64 for float64 variables, float32 for every other floating dtype."""
-    return tf.float64 if dtype == tf.float64 else tf.float32
+    if dtype == tf.float64:
+        return tf.float64
+    return tf.float32
 
 
 def _sum_of_squares(x: tf.Tensor) -> tf.Tensor:

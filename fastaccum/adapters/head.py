@@ -173,7 +173,9 @@ class FusedHeadLoss:
             arguments = signature.bind(*args, **kwargs).arguments
             if self._reversible and not arguments.get("reverse"):  # it embeds ids
                 return call(*args, **kwargs)
-            inputs = args[0] if args else next(iter(arguments.values()))
+            inputs = next(iter(arguments.values()))
+            if args:
+                inputs = args[0]
             if _is_masked(self.head):
                 inputs, positions = arguments.values()
                 inputs = keras.ops.take_along_axis(inputs, positions[..., None], axis=1)
@@ -185,7 +187,9 @@ class FusedHeadLoss:
             return hidden
 
         # The attribute is public in Keras 3, and private in tf_keras.
-        autocast = "autocast" if hasattr(self.head, "autocast") else private.autocast.name
+        autocast = private.autocast.name
+        if hasattr(self.head, "autocast"):
+            autocast = "autocast"
         left_out = Interceptor(self.head, "call", pass_on, Role.BYPASS)
         with intercepting([left_out]), replaced([(self.head, autocast, False)]):
             yield
@@ -233,7 +237,9 @@ class FusedHeadLoss:
         rounded_kernel = None
         if hidden.dtype in HALF:
             rounded_kernel = copy_of(kernel.variable, hidden.dtype)
-        soft_cap = self.head.logit_soft_cap if self._reversible else None
+        soft_cap = None
+        if self._reversible:
+            soft_cap = self.head.logit_soft_cap
 
         total, scores = linear_cross_entropy_sum_and_scores(
             hidden,
@@ -267,7 +273,9 @@ def replacement(loss: Any) -> str | None:
     if not is_sparse or not arguments.get("from_logits"):
         return None
     ignored = arguments.get("ignore_class")
-    argument = "" if ignored is None else f"ignore_index={ignored}"
+    argument = ""
+    if ignored is not None:
+        argument = f"ignore_index={ignored}"
     return f"loss=fastaccum.LinearCrossEntropy({argument})"
 
 

@@ -94,12 +94,12 @@ class ModelObjective(Objective):
         self.metrics = metrics
         self.options = options
         self.state = model.state
-        self.own = None
+        self.own_loss = None
         if model.overrides("compute_loss"):
-            self.own = OwnLoss(model, options.own_loss_reduction)
+            self.own_loss = OwnLoss(model, options.own_loss_reduction)
         self.attention = None
         flash_attention = options.flash_attention
-        if flash_attention == "auto" and self.own is not None:
+        if flash_attention == "auto" and self.own_loss is not None:
             # A `compute_loss` may ask for derivatives of another kind, which fused attention and
             # batch norm lack.
             flash_attention = False
@@ -127,14 +127,14 @@ class ModelObjective(Objective):
         # The terms are the outputs' losses, then each kind of added loss, or what the model
         # computes itself.
         self._returned = 0
-        if not losses.outputs and self.own is None:
+        if not losses.outputs and self.own_loss is None:
             self._returned = model.returned_losses
         # A sum is refused for a `compute_loss` too.
         self._added = _added_kinds(model, options.own_loss_reduction)
         reductions_of_model: list[str]
-        if self.own is not None:
+        if self.own_loss is not None:
             self._added = []
-            reductions_of_model = [self.own.reduction]
+            reductions_of_model = [self.own_loss.reduction]
         else:
             reductions_of_model = ["mean"] * self._returned + self._added
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(reductions_of_model)
@@ -142,7 +142,7 @@ class ModelObjective(Objective):
         self._scalars = losses.scalar_positions
         self.has_several_terms = (
             len(self.term_weights) > 1
-            or self.own is not None
+            or self.own_loss is not None
             or bool(losses.log_names)
             or bool(self._scalars)
             or any(o.power for o in losses.outputs)
@@ -157,7 +157,7 @@ class ModelObjective(Objective):
 
     def _require_logits_unused(self) -> None:
         """Raises ValueError if the model's own methods take logits that are never computed."""
-        has_own_methods = self.own is not None or self.has_own_metrics
+        has_own_methods = self.own_loss is not None or self.has_own_metrics
         if self.losses.with_heads and has_own_methods:
             raise ValueError(
                 f"{type(self.model.model).__name__} has a compute_loss or compute_metrics of "
@@ -188,8 +188,8 @@ class ModelObjective(Objective):
                 y_pred = self.model(batch.x, training=training)
                 means = []
 
-        if self.own is not None:
-            terms = self._own_terms(self.own, batch, y_pred, training, observe, totals)
+        if self.own_loss is not None:
+            terms = self._own_terms(self.own_loss, batch, y_pred, training, observe, totals)
             matched = None
             if self._has_compiled_metrics:
                 matched = self._in_range(self._match(batch, y_pred))
@@ -244,7 +244,7 @@ class ModelObjective(Objective):
 
     def _own_terms(
         self,
-        own: OwnLoss,
+        own_loss: OwnLoss,
         batch: Batch,
         y_pred: Nest,
         training: bool,
@@ -273,32 +273,36 @@ class ModelObjective(Objective):
             return _weighted(self.term_weights, output_terms, denominators)
 
         def compiled(y: Nest, y_pred: Nest, sample_weight: Nest) -> tf.Tensor:
+            """Computes the compiled loss, which `compute_loss` may ask for once."""
             if output_terms:
                 raise ValueError(
-                    f"{own.name} computes the compiled loss more than once, and each would need "
-                    "denominators of its own: call a Keras loss object for the others."
+                    f"{own_loss.name} computes the compiled loss more than once, and each would "
+                    "need denominators of its own: call a Keras loss object for the others."
                 )
             matched = self.outputs.matched(y, y_pred, named_weights(sample_weight))
             if observe:
                 self._observe(matched.y_true)
             output_terms.extend(self._compiled_terms(self._in_range(matched), {}, totals))
             loss = weighted_sum()
-            if share is not None and own.reduction != "sum":
+            if share is not None and own_loss.reduction != "sum":
                 loss = loss / share
             return tf.identity(loss, name=COMPILED)
 
-        compute_compiled = compiled if self.losses.outputs else None
-        value = own(
+        compute_compiled = None
+        if self.losses.outputs:
+            compute_compiled = compiled
+        value = own_loss(
             batch.x, _targets(batch), y_pred, batch.weights, training, compute_compiled, share
         )
         if totals is None and output_terms:
             value -= tf.identity(weighted_sum(), name=COMPILED)
 
         no_loss = Term(tf.constant(0.0), tf.constant(0.0))
-        missing = len(self.losses.outputs) - len(output_terms)
-        if own.reduction == "mean":
+        if not output_terms:
+            output_terms = [no_loss] * len(self.losses.outputs)
+        if own_loss.reduction == "mean":
             value = value * rows
-        return [*output_terms, *[no_loss] * missing, Term(value, rows)]
+        return [*output_terms, Term(value, rows)]
 
     @property
     def _has_compiled_metrics(self) -> bool:
@@ -386,7 +390,7 @@ class ModelObjective(Objective):
         self.running.add_parts(parts, rows, totals.rows)
 
         first = 0
-        if self.own is not None:
+        if self.own_loss is not None:
             # A `compute_loss` of the model's own has those of the outputs in it.
             first = len(self.losses.outputs)
         loss = _weighted(self.term_weights[first:], terms[first:], totals.denominators[first:])
@@ -398,7 +402,7 @@ class ModelObjective(Objective):
     def scope(self) -> Iterator[None]:
         called = self.model.called_layers
         interceptors: list[Interceptor] = []
-        if self.options.uses_xla or self.own is None:
+        if self.options.uses_xla or self.own_loss is None:
             interceptors += forms.make_forms(called, self.options.uses_xla)
         fp32 = []
         if self.options.fp32_weight_gradients:
@@ -532,7 +536,7 @@ class ModelObjective(Objective):
         return tf.cast(weight_sum > 0.0, weight_sum.dtype)
 
     def penalty(self) -> tf.Tensor | None:
-        if self.own is not None:
+        if self.own_loss is not None:
             return None  # a `compute_loss` of the model's own adds it, or does not
         return self.model.penalty()
 

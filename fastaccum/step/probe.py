@@ -25,7 +25,7 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     outputs = [*objective.losses.mixing, *objective.losses.unproven]
     mixing = [f"the loss of output {output!r}" for output in outputs]
     if (
-        objective.own is None
+        objective.own_loss is None
         and not objective.has_own_metrics
         and not objective.model.added_reductions
     ):

@@ -69,10 +69,19 @@ class Share(NamedTuple):
     """The part of an update that one of several devices computes."""
 
     # The places of the variables that the device updates; it has no gradients of the others.
-    own: Collection[int]
+    places: Collection[int]
     # The sum of squares of each variable's unscaled gradient, from the device that has it: float32
     # [variables].
     squares: tf.Tensor
+
+
+class _Penalised(NamedTuple):
+    """The sums of a step with its penalty."""
+
+    penalty: tf.Tensor  # float32 scalar
+    gradients: list[tf.Tensor | None]  # by the variable's place
+    # The rows of a table that were looked up; None for a variable to which the penalty adds.
+    looked_up: list[tf.Tensor | None]
 
 
 class TrainStep:
@@ -304,30 +313,29 @@ class TrainStep:
         updated.
         """
         objective = self.objective
-        own: Collection[int] = range(len(self.trained))
+        places: Collection[int] = range(len(self.trained))
         squares = None
         if share is not None:
-            own = share.own
+            places = share.places
             squares = tf.unstack(share.squares)
 
         weight_sum = objective.denominator(sums.weight_sum)
         denominator = sums.scale * weight_sum
         loss = tf.math.divide_no_nan(sums.loss_sum, weight_sum)
-        penalty, all_grads, looked_up = self._with_penalty(sums, denominator)
-        grads: list[tf.Tensor | None] = [None] * len(all_grads)
-        for j in own:
-            grads[j] = all_grads[j]
-        _warn_of_unreached([self.trained[j] for j in own if grads[j] is None])
+        penalised = self._with_penalty(sums, denominator)
+        grads: list[tf.Tensor | None] = [None] * len(self.trained)
+        for j in places:
+            grads[j] = penalised.gradients[j]
+        _warn_of_unreached([self.trained[j] for j in places if grads[j] is None])
 
         reduced = gradients.reduce(
             [g for g in grads if g is not None], denominator, self.clip_norm, squares
         )
-        loss += penalty
+        loss += penalised.penalty
         counted = tf.not_equal(weight_sum, 0.0) & objective.accepts() & accepted
         # A loss or a variance can overflow where the gradient is still finite.
-        finite = (
-            reduced.finite & tf.math.is_finite(loss) & _still_finite(objective.state, sums.state)
-        )
+        state_is_finite = _still_finite(objective.state, sums.state)
+        finite = reduced.finite & tf.math.is_finite(loss) & state_is_finite
         ok = finite & counted
 
         # Without XLA an operation may fail while others run: the variables are assigned after all
@@ -337,7 +345,7 @@ class TrainStep:
             for j, gradient in enumerate(grads):
                 if gradient is not None:
                     final_grads[j] = gradient * tf.cast(reduced.factor, gradient.dtype)
-            self.optimizer.apply(final_grads, self.trained, ok, looked_up)
+            self.optimizer.apply(final_grads, self.trained, ok, penalised.looked_up)
             _keep_where(ok, objective.state, sums.state)
 
         loss_scale_before = [v.read_value() for v in self.loss_scale.variables]
@@ -345,34 +353,28 @@ class TrainStep:
         _keep_where(counted, self.loss_scale.variables, loss_scale_before)
         return StepResult(loss, weight_sum, reduced.norm, finite, self.loss_scale.scale())
 
-    def squares(self, sums: Accumulated, own: Collection[int]) -> tf.Tensor:
+    def squares(self, sums: Accumulated, places: Collection[int]) -> tf.Tensor:
         """Computes `Share.squares` of the variables in these places alone; 0 for the others."""
         denominator = sums.scale * self.objective.denominator(sums.weight_sum)
-        _, grads, _ = self._with_penalty(sums, denominator)
-        own_grads = {}
-        for j, gradient in enumerate(grads):
-            if gradient is not None and j in own:
-                own_grads[j] = gradient
-        own_squares = gradients.squares(list(own_grads.values()), denominator)
-        squares = [tf.constant(0.0) for _ in grads]
-        for j, square in zip(own_grads, own_squares, strict=True):
+        penalised = self._with_penalty(sums, denominator)
+        grads = {}
+        for j, gradient in enumerate(penalised.gradients):
+            if gradient is not None and j in places:
+                grads[j] = gradient
+        squares_of_share = gradients.squares(list(grads.values()), denominator)
+        squares = [tf.constant(0.0) for _ in self.trained]
+        for j, square in zip(grads, squares_of_share, strict=True):
             squares[j] = square
         return tf.stack(squares)
 
-    def _with_penalty(
-        self, sums: Accumulated, denominator: tf.Tensor
-    ) -> tuple[tf.Tensor, list[tf.Tensor | None], list[tf.Tensor | None]]:
-        """Returns the penalty, the accumulators with its gradient added, and the exact lookups.
-
-        The penalty's gradient is added at the accumulators' scale. Lookups are those of tables to
-        which it adds nothing.
-        """
+    def _with_penalty(self, sums: Accumulated, denominator: tf.Tensor) -> _Penalised:
+        """Adds the gradient of the penalty to the sums, at their scale."""
         grads = list(sums.gradients)
         looked_up = [sums.looked_up.get(j) for j in range(len(self.variables))]
         with tf.GradientTape() as tape:
             penalty = self.objective.penalty()
         if penalty is None:
-            return tf.constant(0.0), grads, looked_up
+            return _Penalised(tf.constant(0.0), grads, looked_up)
 
         of_penalty: list[tf.Tensor | None] = [None] * len(grads)
         for j, gradient in enumerate(tape.gradient(penalty, self.variables)):
@@ -387,7 +389,7 @@ class TrainStep:
                 grads[j] = gradient
             else:
                 grads[j] = grads[j] + gradient
-        return tf.cast(penalty, tf.float32), grads, looked_up
+        return _Penalised(tf.cast(penalty, tf.float32), grads, looked_up)
 
 
 def _micro_batch_at(stack: object, i: tf.Tensor) -> Any:
