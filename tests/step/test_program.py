@@ -1,19 +1,14 @@
 """`Program`: called with nests of any form, it returns what the same `tf.function` returns."""
 
 import collections
-import math
 import re
-import warnings
 
-import keras
 import numpy as np
 import optree
 import pytest
 import tensorflow as tf
 
-import fastaccum as fa
-from fastaccum.step.program import Program, make_programs
-from fastaccum.step.retraces import Retraces
+from fastaccum.step.program import Program
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -152,83 +147,3 @@ def test_functions_called_in_a_program_are_graphs_where_functions_run_eagerly():
         assert tf.config.functions_run_eagerly()
     finally:
         tf.config.run_functions_eagerly(False)
-
-
-def lengths(*numbers):
-    return [{"ids": tf.zeros([2, 4, n]), "y": tf.zeros([2, 4])} for n in numbers]
-
-
-def test_one_warning_for_a_hundred_shapes():
-    """For all programs of a training together; it says what varies."""
-    first, second = make_programs([half_and_y, half_and_y], jit_compile=False)
-    with pytest.warns(
-        RuntimeWarning, match=r"32 shapes, .*: \(2, 4, 1\), \(2, 4, 2\).* \(2, 4, 32\)\..* pad to"
-    ) as warned:
-        for stack in lengths(*range(1, 101)):
-            first(stack)
-            second(stack)
-    assert len(warned) == 1 and first.function.experimental_get_tracing_count() == 100
-
-
-def test_a_log_without_a_terminal_tells_of_a_compilation(capsys):
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    trainer = fa.Trainer(model, "sgd", "mse", jit_compile=True)
-    trainer.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=2, epochs=2, verbose=2)
-    shown = capsys.readouterr().out
-    first, second = re.search(
-        r"Tracing the train step: (\S+) s\. Compiling it: (\S+) s\.\n", shown
-    ).groups()
-    assert float(first) > 0 and float(second) > 0
-    assert shown.count("Compiling it") == 1 and "\x1b" not in shown
-    trainer = fa.Trainer(model, "sgd", "mse", jit_compile=True)
-    trainer.fit(np.ones([4, 2]), np.ones([4, 1]), batch_size=2, verbose=0)
-    assert capsys.readouterr().out == ""
-
-
-def test_the_warning_of_many_sizes_says_how_to_cut_batches():
-    (program,) = make_programs([tf.reduce_sum], jit_compile=False, retraces=Retraces(many=3))
-    for rows in (1, 2):
-        program(tf.zeros([1, rows, 2]))
-    with pytest.warns(
-        RuntimeWarning, match=r"rows\. .*3 shapes.* of a few sizes, such as by dataset.unbatch\(\)"
-    ):
-        program(tf.zeros([1, 3, 2]))
-
-
-def test_a_program_that_may_relax_has_one_trace_for_all_lengths():
-    traced = []
-
-    def mean(stack):
-        traced.append(stack.shape)
-        return tf.reduce_mean(stack)
-
-    (program,) = make_programs([mean], jit_compile=False)
-    program.may_relax = True
-    for rows, length in ((2, 3), (4, 3), (5, 3), (4, 7), (9, 9), (2, 3)):
-        x = np.random.default_rng(rows).normal(size=(1, rows, length)).astype("float32")
-        np.testing.assert_allclose(program(tf.constant(x)), x.mean(), rtol=1e-5)
-    assert [shape.as_list() for shape in traced] == [[1, None, 3], [1, None, None]]
-
-
-def test_a_function_that_needs_to_know_lengths_is_traced_for_each():
-    def mean(stack):
-        return tf.reduce_sum(stack) / math.prod(stack.shape)
-
-    (program,) = make_programs([mean], jit_compile=False)
-    program.may_relax = True
-    for rows in (2, 3, 4):
-        assert float(program(tf.ones([1, rows]))) == 1
-    assert len(program.seconds) == 3
-
-
-def half_and_y(stack):
-    return 0.5 * stack["ids"], stack["y"]
-
-
-def test_a_few_lengths_are_no_fault():
-    (program,) = make_programs([half_and_y], jit_compile=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            for stack in lengths(*range(31)):
-                program(stack)
