@@ -635,7 +635,7 @@ PLACES_WITH_NAMES = {
     # Values of messages, which are made apart from their text.
     "fastaccum/adapters/added_losses.py:require_sum_over_rows": "a message",
     "fastaccum/adapters/head.py:_require_linear": "a message",
-    "fastaccum/adapters/losses.py:_loss_name": "a message",
+    "fastaccum/adapters/loss_kinds.py:loss_name": "a message",
     "fastaccum/adapters/own_loss.py:OwnLoss.__init__": "a message",
     "fastaccum/adapters/own_methods.py:_overriding": "a message",
     "fastaccum/adapters/own_methods.py:_removing": "a message",
@@ -649,7 +649,7 @@ PLACES_WITH_NAMES = {
     ),
     "fastaccum/basics/processes.py:Workers.report": "a message",
     "fastaccum/memory/admission.py:Admission.error": "a message",
-    "fastaccum/step/compilable.py:_called": "a message",
+    "fastaccum/step/compilable.py:_with_type": "a message",
     "fastaccum/step/diagnosis.py:_of_micro_batch": "a message",
     "fastaccum/step/diagnosis.py:error": "a message",
     "fastaccum/step/loss_scale.py:LossScale.__repr__": "a message",
