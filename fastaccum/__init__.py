@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from fastaccum.adapters import saved
+from fastaccum.step import compile_cache
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,8 @@ if "tensorflow" not in sys.modules:  # which reads both while it is imported
     if platform.machine() in ("x86_64", "AMD64"):
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
+if os.environ.get(compile_cache.VARIABLE):
+    compile_cache.choose(os.environ[compile_cache.VARIABLE])
 saved.register()
 
 # Imported at first use, so that `fastaccum --help` needs no TensorFlow, and only those who use

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from fastaccum.app import options
 from fastaccum.basics.warnings import one_line
+from fastaccum.step import compile_cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +52,7 @@ def _main(argv: Sequence[str]) -> int:
             print(f"{kind:5}{name}")
         return 0
     if parsed.command == "train":
+        compile_cache.choose(compile_cache.user_folder() if parsed.compile_cache else None)
         print("loading   TensorFlow", flush=True)  # which takes some seconds
     module = importlib.import_module(f"fastaccum.app.{parsed.command}")  # "train" or "generate"
     return getattr(module, parsed.command)(parsed)

@@ -122,9 +122,11 @@ class Trainer:
             fastaccum can't see. With "sum", a penalty on weights counts once for each micro-batch:
             make it a regularizer. A loss that is neither (a masked mean, a comparison of rows) is
             computed for each micro-batch by itself, with a warning where that can be seen.
-        compile_cache: a folder for compiled programs. The next process loads them from there
-            instead of compiling them again, if versions, device and flags are the same. It applies
-            to the whole process from here on.
+        compile_cache: the folder of compiled programs that this process has to use. TensorFlow
+            reads as it begins where programs are kept: set the environment variable
+            FASTACCUM_COMPILE_CACHE to the folder, and import fastaccum before TensorFlow. The next
+            process that traces the same programs in the same order loads them from there, if
+            versions, device and flags are the same.
 
     Raises:
         TypeError: if the model, optimizer, loss or a metric is not one.
@@ -132,6 +134,7 @@ class Trainer:
             `train_step`, there is no loss, the optimizer accumulates or scales by itself, or XLA
             cannot compile a layer. Later: if an attribute is set after the train step was built
             with it.
+        RuntimeError: if this process does not use `compile_cache`.
 
     >>> import numpy as np
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name="line")
@@ -180,7 +183,7 @@ class Trainer:
     ):
         values = dict(locals())  # of the arguments, by name
         if compile_cache is not None:
-            compile_caches.use(compile_cache)
+            compile_caches.require(compile_cache)
         self.model = model
         self._recipe = Recipe.build(
             model,

@@ -135,8 +135,8 @@ PLACES: dict[str, Place] = {
     ),
     "framework_ops": Place(
         ("tensorflow.python.framework.ops",),
-        "leaving a strategy's scope; naming functions by the trace that they belong to",
-        "training under tf.distribute, and the compile cache",
+        "leaving a strategy's scope",
+        "training under tf.distribute",
     ),
     "context": Place(
         ("tensorflow.python.eager.context",),
@@ -172,11 +172,6 @@ PLACES: dict[str, Place] = {
         ("tensorflow.python.framework.auto_control_deps_utils:get_read_write_resource_inputs",),
         "finding the variables that a forward pass assigns",
         "training models with running statistics",
-    ),
-    "pywrap_tfe": Place(
-        ("tensorflow.python.pywrap_tfe",),
-        "making TensorFlow read TF_XLA_FLAGS again",
-        "the compile cache",
     ),
     "auto_control_deps": Place(
         ("tensorflow.python.framework.auto_control_deps",),
@@ -366,22 +361,6 @@ OUTPUT_SHAPES = "_output_shapes"  # the shapes of all results
 XLA_MUST_COMPILE = "_XlaMustCompile"
 # the operations that it must be placed with, which may be missing in a copy of a part
 PLACED_WITH = "_class"
-
-# Symbols of libtensorflow_framework. The first makes XLA parse TF_XLA_FLAGS again; the others
-# silence two harmless lines that TensorFlow logs when it loads a program, by the names that its
-# releases have.
-FORGET_FLAGS_SYMBOL = (
-    "_ZN3xla27ResetFlagsFromEnvForTestingESt17basic_string_viewIcSt11char_traitsIcEE"
-    "PPiPPSt6vectorIPcSaIS7_EE"
-)
-ABSEIL_RELEASES = ("lts_20260526", "lts_20250814")  # of TensorFlow 2.22 and 2.21
-LOG_LEVEL_SYMBOLS = tuple(
-    (
-        f"_ZN4absl12{release}11MinLogLevelEv",
-        f"_ZN4absl12{release}14SetMinLogLevelENS0_18LogSeverityAtLeastE",
-    )
-    for release in ABSEIL_RELEASES
-)
 
 # Attributes of Keras's layers and models.
 

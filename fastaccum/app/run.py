@@ -24,7 +24,6 @@ from fastaccum.basics.warnings import one_line
 from fastaccum.checkpoint import store
 from fastaccum.families import adapt_optimizer
 from fastaccum.memory import device
-from fastaccum.step import compile_cache
 from fastaccum.trainer import Trainer
 from fastaccum.transformer import PRESETS, gpt
 
@@ -98,11 +97,6 @@ class Run:
             self.text.train, self.context, options.batch_size, windows, options.seed
         )
         self.held_out = text.spread_windows(self.text.held_out, self.context, HELD_OUT_WINDOWS)
-        if options.compile_cache and (cache := compile_cache.user_folder()) is not None:
-            try:
-                compile_cache.use(cache)
-            except ValueError as error:
-                say("note", str(error))
         self.model = gpt(BYTES, preset=options.preset, dtype=options.precision)
         optimizer = make_optimizer(options.optimizer, make_schedule(options.lr, options.steps))
         self.trainer = Trainer(

@@ -113,8 +113,6 @@ class ReplicatedEngine(Engine):
         self._counter, self._executor, self._evaluator = make_programs(
             (self._count_on_all, self._execute_on_all, self._evaluate_on_all), jit_compile=False
         )
-        for program in (self._counter, self._executor, self._evaluator):
-            program.anew = self.retrace
         self._executor.admit = functools.partial(
             self._admit_graph, [self._accumulate, *self._ends], True
         )

@@ -28,7 +28,6 @@ class Program(TracedFunction):
     Attributes:
         admit: returns the scope of a concrete function's first run; an error of the scope keeps it
             from running.
-        anew: retraces the program, and the compiled functions that it calls.
         may_relax: True if one trace may be for all lengths behind the first axis, where XLA does
             not compile the program and the function can be traced so.
         what: the name of the program in what is said while it compiles.
@@ -47,7 +46,6 @@ class Program(TracedFunction):
         retraces: Retraces | None = None,
     ):
         super().__init__(function, jit_compile)
-        self.anew = self.retrace
         self.may_relax = False
         self.what = "the train step"
         self.axes: tuple[str, ...] = ("micro-batches", "rows")
@@ -86,7 +84,6 @@ class Program(TracedFunction):
             concrete = relaxed.trace(self, leaves, signature)
         if concrete is None:
             concrete = self.trace(*args)
-        name = tf.compat.as_str(concrete.name)
         traced = time.perf_counter()
 
         def run() -> object:
@@ -95,25 +92,21 @@ class Program(TracedFunction):
             self._calls[signature] = _make_call(concrete, args)
             return self._calls[signature](leaves)
 
-        def run_anew() -> object:
-            self.anew()
-            return self._trace_and_call(args, leaves, signature)
-
+        cached = compile_cache.entries()
         try:
             with self.admit(concrete):
-                last = compile_cache.seconds_last_time(name)
-                last_time = ""
-                if last is not None:
-                    last_time = f" ({last:.1f} s last time)"
-                say(f"{traced - start:.1f} s. Compiling it{last_time}: ")
-                outputs, is_loaded = compile_cache.called(name, run, run_anew)
-        except BaseException:  # the next run is the first again
+                say(f"{traced - start:.1f} s. Compiling it: ")
+                outputs = run()
+        except BaseException as error:  # the next run is the first again
             self._calls.pop(signature, None)
             self._relaxed_traces = RelaxedTraces()
-            raise
+            remedy = compile_cache.remedy_for(error)
+            if remedy is None:
+                raise
+            raise type(error)(error.node_def, error.op, f"{error.message}\n{remedy}") from error
         end = time.perf_counter()
         origin = ""
-        if is_loaded:
+        if cached and compile_cache.entries() == cached:
             origin = ", loaded from the compile cache"
         say(f"{end - traced:.1f} s{origin}.\n")
         self.seconds[signature] = end - start

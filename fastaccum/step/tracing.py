@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import signal
 import threading
@@ -16,7 +15,6 @@ from tensorflow.types.experimental import ConcreteFunction, PolymorphicFunction
 from fastaccum.kernels import private
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.random_keys import hoist_prng_key
-from fastaccum.step.compile_cache import number_by_function
 
 
 class TracedFunction:
@@ -25,14 +23,13 @@ class TracedFunction:
     function: PolymorphicFunction
 
     def __init__(self, function: Callable[..., object], jit_compile: bool):
-        self._numbered = functools.partial(number_by_function, function)
         self._drawing = hoist_prng_key()(function)
         self.jit_compile = jit_compile
         TracedFunction.retrace(self)
 
     def trace(self, *args: object) -> ConcreteFunction:
         """Returns the concrete function for nests of tensors or specs; traces it if need be."""
-        with _interruptible(), graph_scoped_gradients(), without_collection(), self._numbered():
+        with _interruptible(), graph_scoped_gradients(), without_collection():
             eagerly = tf.config.functions_run_eagerly()
             tf.config.run_functions_eagerly(False)  # a trace calls nothing eagerly
             try:

@@ -629,9 +629,6 @@ PLACES_WITH_NAMES = {
     "fastaccum/layers/interceptors.py:_place": "the name that a layer's class keeps",
     "fastaccum/addons.py:_other_finders": "of this module's own finder",
     "fastaccum/basics/warnings.py:_is_inner": "of a frame's globals: which line a warning names",
-    "fastaccum/step/compile_cache.py:number_by_function": (
-        "numbers the names of a trace; chance ones only cost a hit"
-    ),
     # Values of messages, which are made apart from their text.
     "fastaccum/adapters/added_losses.py:require_sum_over_rows": "a message",
     "fastaccum/adapters/head.py:_require_linear": "a message",

@@ -1,17 +1,12 @@
-"""Loads programs that another process compiled if they are whole and ours, and hides all others
-from TensorFlow.
-"""
+"""Compiled programs in a folder: which process uses it, what it loads, and what it refuses."""
 
-import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
-import warnings
 from pathlib import Path
 
 import keras
@@ -21,92 +16,74 @@ import small_disk
 
 from fastaccum import Trainer
 from fastaccum.step import compile_cache
-from fastaccum.step.compile_cache import CompileCache
 
 pytestmark = pytest.mark.long
 
 HELPER = Path(__file__).parents[1] / "helpers" / "warm_start.py"
-ENTRY = "xla_compile_cache__1__2__XLA_CPU_JIT.pb"
 
 
 @pytest.fixture
-def cache(tmp_path):
-    """A cache with one sealed entry."""
-    cache = CompileCache(tmp_path / "cache")
-    written = tmp_path / ENTRY
-    written.write_bytes(b"machine code" * 100)
-    cache.keep("__inference_step", 41.0, [written])
-    return cache
+def without_tensorflow(monkeypatch):
+    """Makes this process look like one that has not imported TensorFlow yet."""
+    monkeypatch.delitem(sys.modules, "tensorflow")
+    monkeypatch.setattr(compile_cache, "_store", None)
+    monkeypatch.setenv("TF_XLA_FLAGS", "")
 
 
-def offered(cache, folder, function="__inference_step"):
-    staging = folder / "staging"
-    staging.mkdir(exist_ok=True)
-    for path in staging.iterdir():
-        path.unlink()
-    names = sorted(cache.offer(function, staging))
-    assert sorted(path.name for path in staging.iterdir()) == names
-    return names
+def store_in(folder):
+    """The folder of this version, device and flags that TensorFlow is told of."""
+    compile_cache.choose(None)
+    compile_cache.choose(folder)
+    flags = os.environ["TF_XLA_FLAGS"]
+    assert flags.startswith('--tf_xla_persistent_cache_directory="') and flags.endswith('"')
+    return Path(flags.partition('"')[2][:-1])
 
 
-def test_a_sealed_entry_is_offered_to_its_program_alone(cache, tmp_path):
-    assert cache.folder.stat().st_mode & 0o777 == cache.store.stat().st_mode & 0o777 == 0o700
-    assert offered(cache, tmp_path) == [ENTRY]
-    assert offered(cache, tmp_path, "__inference_other") == []
-    assert cache.seals("__inference_step")[ENTRY].seconds == 41.0
+@pytest.mark.usefixtures("without_tensorflow")
+def test_the_folder_belongs_to_its_user_alone(tmp_path):
+    store = store_in(tmp_path / "cache")
+    assert store.parent == tmp_path / "cache"
+    for folder in (store, store.parent):
+        assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def flip(entry):
-    content = bytearray(entry.read_bytes())
-    content[500] ^= 1
-    entry.write_bytes(content)
+@pytest.mark.usefixtures("without_tensorflow")
+def test_another_choice_replaces_the_one_before(tmp_path):
+    """As in a process that another one started, whose flags it inherits."""
+    assert store_in(tmp_path / "a").parent == tmp_path / "a"
+    compile_cache.choose(tmp_path / "b")
+    assert str(tmp_path / "a") not in os.environ["TF_XLA_FLAGS"]
+    compile_cache.require(tmp_path / "b")
+    compile_cache.choose(None)
+    assert os.environ["TF_XLA_FLAGS"] == ""
+    with pytest.raises(RuntimeError, match="none is"):
+        compile_cache.require(tmp_path / "b")
 
 
-def truncate(entry):
-    entry.write_bytes(entry.read_bytes()[:-1])
+@pytest.mark.usefixtures("without_tensorflow")
+def test_flags_of_the_user_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_max_cluster_size=9")
+    compile_cache.choose(tmp_path)
+    assert os.environ["TF_XLA_FLAGS"].startswith("--tf_xla_max_cluster_size=9 --tf_xla_persistent")
 
 
-def link(entry):
-    twin = entry.with_name("twin")
-    entry.rename(twin)
-    entry.symlink_to(twin)
+@pytest.mark.usefixtures("without_tensorflow")
+@pytest.mark.parametrize("flags", ["flags.txt", "--tf_xla_persistent_cache_directory=/elsewhere"])
+def test_flags_that_name_a_file_or_another_cache_are_left(tmp_path, monkeypatch, flags):
+    monkeypatch.setenv("TF_XLA_FLAGS", flags)
+    with pytest.warns(RuntimeWarning, match="is not used: TF_XLA_FLAGS="):
+        compile_cache.choose(tmp_path)
+    assert os.environ["TF_XLA_FLAGS"] == flags
 
 
-@pytest.mark.parametrize("damage", [flip, truncate, link])
-def test_a_damaged_entry_is_moved_aside(cache, tmp_path, damage):
-    damage(cache.store / ENTRY)
-    with pytest.warns(RuntimeWarning, match="damaged or was changed: moved aside"):
-        assert offered(cache, tmp_path) == []
-    assert os.path.lexists(cache.store / f"{ENTRY}.damaged") and not os.path.lexists(
-        cache.store / ENTRY
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert offered(cache, tmp_path) == []  # once
-
-
-@pytest.mark.parametrize(
-    "seal", [None, "", "{}", "[]", '{"key": "another", "function": "__inference_step"}', "\0"]
-)
-def test_planted_and_unsealed_entries_are_not_loaded(cache, tmp_path, seal):
-    """Leaves entries unsealed, as a process that is killed does, or renames another version's
-    folder.
-    """
-    planted = ENTRY.replace("1", "3")
-    (cache.store / planted).write_bytes(b"planted")
-    if seal is not None:
-        (cache.store / f"{planted}.seal").write_text(seal)
-    assert offered(cache, tmp_path) == [ENTRY]
-
-
-def test_other_versions_devices_and_flags_have_folders_of_their_own(cache, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("without_tensorflow")
+def test_other_flags_have_a_folder_of_their_own(tmp_path, monkeypatch):
+    plain = store_in(tmp_path)
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    other = CompileCache(cache.folder)
-    assert other.store != cache.store
-    cache.store.rename(other.store)
-    assert offered(other, tmp_path) == [], "another's seal"
+    assert store_in(tmp_path) != plain
 
 
+@pytest.mark.usefixtures("without_tensorflow")
 @pytest.mark.parametrize(
     ("line", "other"),
     [
@@ -116,54 +93,58 @@ def test_other_versions_devices_and_flags_have_folders_of_their_own(cache, tmp_p
     ],
 )
 def test_another_cpu_has_a_folder_of_its_own(tmp_path, monkeypatch, line, other):
-    """Separates CPUs, since an entry may be compiled for instructions that another lacks."""
-
+    """A program has instructions of the processor that it was compiled for."""
     read = Path.read_text
 
-    def store(of_cpu):
-        said = f"processor\t: 0\n{of_cpu}\nbogomips\t: 4500\n"
-        monkeypatch.setattr(
-            Path, "read_text", lambda p, *a, **k: said if p.name == "cpuinfo" else read(p, *a, **k)
-        )
-        return CompileCache(tmp_path).store
+    def store(line_of_cpu):
+        text = f"processor\t: 0\n{line_of_cpu}\nbogomips\t: 4500\n"
 
-    assert store(line) == store(f"{line}\ncpu MHz\t: 2250") != store(other)
+        def read_text(path, *args, **kwargs):
+            return text if path.name == "cpuinfo" else read(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        return store_in(tmp_path)
+
+    assert store(line) == store(f"{line}\ncpu MHz\t: 2250")
+    assert store(line) != store(other)
 
 
+@pytest.mark.usefixtures("without_tensorflow")
 @pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_a_folder_that_others_may_write_to_is_refused(tmp_path, mode):
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, mode):
     tmp_path.chmod(mode)
-    with pytest.raises(ValueError, match="may be written to by others"):
-        CompileCache(tmp_path)
+    with pytest.warns(RuntimeWarning, match="is not used: others may write to it"):
+        compile_cache.choose(tmp_path)
+    assert os.environ["TF_XLA_FLAGS"] == ""
 
 
-def test_a_folder_of_someone_else_is_refused(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("without_tensorflow")
+def test_a_folder_of_someone_else_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(ValueError, match="belongs to user"):
-        CompileCache(tmp_path)
+    with pytest.warns(RuntimeWarning, match="is not used: it belongs to user"):
+        compile_cache.choose(tmp_path)
+    assert os.environ["TF_XLA_FLAGS"] == ""
 
 
-def test_the_oldest_entries_go_first(cache, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("without_tensorflow")
+def test_the_entries_used_longest_ago_go_first(tmp_path, monkeypatch):
     monkeypatch.setattr(compile_cache, "LIMIT", 2500)
-    os.utime(cache.store / ENTRY, (0, 0))
-    for number in "56":
-        written = tmp_path / ENTRY.replace("1", number)
-        written.write_bytes(b"x" * 1200)
-        cache.keep("__inference_step", 1.0, [written])
-    assert {int(name.split("__")[1]) for name in offered(cache, tmp_path)} == {5, 6}
-    assert not (cache.store / f"{ENTRY}.seal").exists()
+    store = store_in(tmp_path)
+    for second, name in enumerate(("old.pb", "newer.pb", "newest.pb")):
+        (store / name).write_bytes(b"x" * 1200)
+        os.utime(store / name, (second, second))
+    os.utime(store / "old.pb", (9, 0))  # read since
+    store_in(tmp_path)
+    assert compile_cache.entries() == {"old.pb", "newest.pb"}
 
 
-def test_the_seconds_of_last_time_are_those_of_the_newest_entry(cache, tmp_path):
-    for number, seconds in (("5", 9.0), ("6", 2.0)):
-        written = tmp_path / ENTRY.replace("1", number)
-        written.write_bytes(b"x")
-        cache.keep("__inference_step", seconds, [written])
-        os.utime(cache.store / f"{written.name}.seal", (2**32, 2**32 + int(number)))
-    process = compile_cache._Process()
-    assert process.last("__inference_step") is None
-    process.cache = cache
-    assert process.last("__inference_step") == 2.0
+@pytest.mark.usefixtures("without_tensorflow")
+def test_no_cache_on_a_disk_that_is_full_or_cannot_be_written(tmp_path):
+    with small_disk.mounted(tmp_path / "disk", "100k") as disk:
+        for folder, reason in ((disk / "cache", "MiB free"), (Path("/proc/1/cache"), "")):
+            with pytest.warns(RuntimeWarning, match=f"is not used: .*{reason}"):
+                compile_cache.choose(folder)
+            assert os.environ["TF_XLA_FLAGS"] == ""
 
 
 def test_the_users_folder(monkeypatch):
@@ -176,14 +157,12 @@ def test_the_users_folder(monkeypatch):
     assert compile_cache.user_folder() is None
 
 
-def _is(output, given):
-    return output is given or (output.op.type == "Identity" and output.op.inputs[0] is given)
+def is_passed_through(output, input):
+    return output is input or (output.op.type == "Identity" and output.op.inputs[0] is input)
 
 
 def test_the_loop_of_a_step_takes_no_constants_from_outside():
-    """TensorFlow copies them into the loop in an order, and by names, that differ from process to
-    process.
-    """
+    """TensorFlow copies them into the loop in another order in each process."""
     model = keras.Sequential(
         [keras.Input((2,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(2)]
     )
@@ -195,34 +174,21 @@ def test_the_loop_of_a_step_takes_no_constants_from_outside():
     assert loops
     for loop in loops:
         body = graph._get_function(loop.get_attr("body").name).graph
-        kept = [
-            t.op.name
-            for t, i, o in zip(loop.inputs, body.inputs, body.outputs, strict=True)
-            if _is(o, i)
-        ]
-        constants = [
-            name for name in kept if graph.get_operation_by_name(name).type in ("Const", "Fill")
-        ]
+        constants = []
+        for outside, input, output in zip(loop.inputs, body.inputs, body.outputs, strict=True):
+            if is_passed_through(output, input) and outside.op.type in ("Const", "Fill"):
+                constants.append(outside.op.name)
         assert len(constants) <= 1  # the loop's own bound
 
 
-def test_while_a_program_loads_what_ends_the_process_is_still_told(capfd):
-    level, _ = compile_cache._log_level_functions()
-    before = level()
-    with compile_cache.silence_tensorflow():
-        assert level() == 3  # FATAL, which absl never leaves out
-        os.write(2, b"CHECK failed")
-        assert capfd.readouterr().err == "CHECK failed"  # by no thread, which would end first
-    assert level() == before
+# In processes of their own: TensorFlow reads once where it keeps what it compiles.
 
 
-# In processes of their own: XLA reads once where it is to keep what it compiles.
-
-
-def start(folder, *changes, **options):
-    command = [sys.executable, str(HELPER), str(folder), *changes]
+def start(folder, *changes):
+    environment = os.environ | {"FASTACCUM_COMPILE_CACHE": str(folder)}
+    command = [sys.executable, str(HELPER), *changes]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
 
 
@@ -237,18 +203,9 @@ def entries(folder):
     return sorted(Path(folder).glob("*/*.pb"))
 
 
-def corrupt(*entries):
-    """Leaves them whole and sealed, but no programs."""
-    for entry in entries:
-        flip(entry)
-        seal = entry.with_name(f"{entry.name}.seal")
-        checksum = hashlib.sha256(entry.read_bytes()).hexdigest()
-        seal.write_text(json.dumps(json.loads(seal.read_text()) | {"sha256": checksum}))
-
-
 @pytest.fixture(scope="module")
 def plain():
-    """Returns the output of a process without a cache."""
+    """What a process without a cache prints."""
     return ended(start(""))
 
 
@@ -260,29 +217,33 @@ def filled(tmp_path_factory):
 
 
 @pytest.fixture
-def first(filled, tmp_path):
-    """Returns the output of the process that filled the cache in `tmp_path`."""
-    shutil.copytree(filled[0], tmp_path / "cache")
-    return filled[1]
+def cache(filled, tmp_path):
+    """A copy of the filled cache."""
+    return shutil.copytree(filled[0], tmp_path / "cache")
 
 
 @pytest.mark.faults
-def test_a_second_process_loads_what_the_first_compiled(plain, first, tmp_path):
-    # What was traced before moves the numbers in the names that TensorFlow gives.
-    second = ended(start(tmp_path / "cache", "import tensorflow as tf; tf.function(tf.exp)(1.0)"))
+def test_a_second_process_loads_what_the_first_compiled(plain, filled, cache):
+    first = filled[1]
+    second = ended(start(cache))
     assert first["weights"] == second["weights"] == plain["weights"]
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text().splitlines()
-    shown = next(line for line in page if line.startswith("Tracing the train step: "))
-    assert "loaded" not in first["said"]
-    assert re.sub(r"[\d.]+ s", "", shown) in re.sub(r"[\d.]+ s", "", second["said"])
     assert first["warned"] == second["warned"] == plain["warned"] == []
-    assert len(entries(tmp_path / "cache")) == 1
-    assert not list(tmp_path.glob("cache/*/staging-*"))
+    assert "loaded" not in first["said"]
+    assert "loaded from the compile cache" in second["said"]
+    assert len(entries(cache)) == 1
+
+
+@pytest.mark.faults
+def test_a_process_that_traces_something_before_compiles_again(filled, cache):
+    """TensorFlow numbers the names in a trace, by which XLA finds a program."""
+    changed = ended(start(cache, "import tensorflow as tf; tf.function(tf.exp)(1.0)"))
+    assert "loaded" not in changed["said"] and len(entries(cache)) == 2
+    assert changed["weights"] == filled[1]["weights"]
 
 
 REPLICAS = """
-    import sys, keras, numpy as np, tensorflow as tf
     import fastaccum as fa
+    import keras, numpy as np, tensorflow as tf
 
     keras.utils.set_random_seed(0)
     devices = [tf.config.LogicalDeviceConfiguration()] * 2
@@ -290,83 +251,75 @@ REPLICAS = """
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
     x = np.ones([4, 8], "float32")
-    fa.Trainer(model, "sgd", "mse", compile_cache=sys.argv[1]).fit(x, x[:, :4], batch_size=4, verbose=0)
+    fa.Trainer(model, "sgd", "mse").fit(x, x[:, :4], batch_size=4, verbose=0)
+"""
+
+
+def run_script(script, folder):
+    environment = os.environ | {"FASTACCUM_COMPILE_CACHE": str(folder)}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    return subprocess.run(command, timeout=300, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.faults
+def test_what_replicas_compile_is_kept_too(tmp_path):
+    files = []
+    for _ in range(2):
+        run_script(REPLICAS, tmp_path / "cache").check_returncode()
+        files.append({path.name: path.stat().st_ino for path in entries(tmp_path / "cache")})
+    assert len(files[0]) == 2  # the sums and the end of a step
+    assert files[0] == files[1]  # written once
+
+
+@pytest.mark.faults
+def test_an_error_of_a_damaged_entry_says_what_to_delete(cache):
+    entry = entries(cache)[0]
+    entry.write_bytes(entry.read_bytes()[:-1000])
+    process = start(cache)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert f"Delete {entry.parent}, or set FASTACCUM_COMPILE_CACHE to nothing." in err
+
+
+@pytest.mark.faults
+def test_two_processes_at_once_and_one_that_is_killed(plain, tmp_path):
+    pair = [start(tmp_path / "cache") for _ in range(2)]
+    killed = start(tmp_path / "cache")
+    while not entries(tmp_path / "cache") and killed.poll() is None:
+        pass
+    killed.send_signal(signal.SIGKILL)
+    for process in pair:
+        assert ended(process)["weights"] == plain["weights"]
+    after = ended(start(tmp_path / "cache"))
+    assert after["weights"] == plain["weights"] and "loaded" in after["said"]
+    assert len(entries(tmp_path / "cache")) == 1
+
+
+LATE = """
+    import tensorflow
+    import fastaccum as fa, keras
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    fa.Trainer(model, "sgd", "mse", compile_cache={folder!r})
 """
 
 
 @pytest.mark.faults
-def test_programs_of_replicas_are_kept_too(tmp_path):
-    def run():
-        command = [sys.executable, "-c", textwrap.dedent(REPLICAS), str(tmp_path / "cache")]
-        done = subprocess.run(command, timeout=300, check=True, capture_output=True, text=True)
-        return {path.name: path.stat().st_ino for path in entries(tmp_path / "cache")}, done.stderr
-
-    (first, _), (second, _) = run(), run()
-    assert len(first) == 2 and first == second  # the sums and the end of a step, written once
-    corrupt(*entries(tmp_path / "cache"))
-    third, said = run()
-    assert said.count("moved aside") == 2 and len(third) == 2
-
-
-@pytest.mark.faults
-def test_a_damaged_entry_is_compiled_anew(first, tmp_path):
-    flip(entries(tmp_path / "cache")[0])
-    second = ended(start(tmp_path / "cache"))
-    assert second["weights"] == first["weights"] and "loaded" not in second["said"]
-    assert len(second["warned"]) == 1 and "moved aside" in second["warned"][0]
-    assert "loaded from" in ended(start(tmp_path / "cache"))["said"]
+def test_a_trainer_that_comes_too_late_for_its_cache_is_refused(tmp_path):
+    """The remedy of the error is what the other tests' processes do."""
+    folder = str(tmp_path / "cache")
+    unset = run_script(LATE.format(folder=folder), "")
+    too_late = run_script(LATE.format(folder=folder), folder)
+    for ended_process in (unset, too_late):
+        assert ended_process.returncode == 1
+        remedy = f"Set the environment variable FASTACCUM_COMPILE_CACHE={folder}, and import fast"
+        assert remedy in ended_process.stderr
+    assert "TensorFlow was imported before fastaccum" in too_late.stderr
+    assert "is not used" not in unset.stderr
 
 
 @pytest.mark.faults
-def test_an_entry_that_does_not_load_is_compiled_anew(first, tmp_path):
-    """Whole and sealed, but no program: as another build of the same version might leave it."""
-    corrupt(*entries(tmp_path / "cache"))
-    second = ended(start(tmp_path / "cache"))
-    assert second["weights"] == first["weights"] and "moved aside" in second["warned"][0]
-
-
-@pytest.mark.faults
-def test_two_processes_at_once_and_one_that_is_killed(tmp_path):
-    pair = [start(tmp_path / "cache") for _ in range(2)]
-    first, second = map(ended, pair)
-    assert first["weights"] == second["weights"] and len(entries(tmp_path / "cache")) == 1
-    kill = "import os, signal; os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)"
-    killed = start(tmp_path / "other", kill)
-    assert killed.wait(300) == -signal.SIGKILL
-    assert list(tmp_path.glob("other/*/staging-*")) and not entries(tmp_path / "other")
-    after = ended(start(tmp_path / "other"))
-    assert after["weights"] == first["weights"] and len(entries(tmp_path / "other")) == 1
-    assert not list(tmp_path.glob("other/*/staging-*"))
-
-
-@pytest.fixture
-def full(tmp_path):
-    """A file system with room for less than a program."""
-    with small_disk.mounted(tmp_path / "disk", "100k") as path:
-        yield path
-
-
-@pytest.mark.faults
-def test_training_goes_on_without_a_disk(plain, full):
-    for folder in (full / "cache", "/proc/1/cache"):
-        went_on = ended(start(folder))
-        assert went_on["weights"] == plain["weights"]
-        assert (
-            len(went_on["warned"]) == 1
-            and "compile_cache is not used from here on" in went_on["warned"][0]
-        )
-    assert not list(full.glob("cache/*/*"))
-
-
-@pytest.mark.faults
-def test_too_late_is_said(tmp_path):
-    late = (
-        "import tensorflow as tf\n"
-        "tf.function(tf.exp, jit_compile=True)(1.0)\n"
-        "from fastaccum.step import compile_cache\n"
-        f"compile_cache.use({str(tmp_path)!r})\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", late], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert "Make the Trainer with compile_cache before anything is compiled" in done.stderr
+def test_the_remedy_of_that_error_works_at_the_first_try(tmp_path):
+    folder = str(tmp_path / "cache")
+    early = LATE.replace("    import tensorflow\n", "").format(folder=folder)
+    run_script(early, folder).check_returncode()
