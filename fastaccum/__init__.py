@@ -8,7 +8,7 @@ import platform
 import sys
 from typing import Any
 
-from fastaccum.adapters import saved
+from fastaccum.adapters import saving
 from fastaccum.step import compile_cache
 
 __version__ = "0.1.0"
@@ -25,7 +25,7 @@ if "tensorflow" not in sys.modules:  # which reads both while it is imported
 
 if os.environ.get(compile_cache.VARIABLE):
     compile_cache.choose(os.environ[compile_cache.VARIABLE])
-saved.register()
+saving.register()
 
 # Imported at first use, so that `fastaccum --help` needs no TensorFlow, and only those who use
 # tensorflow-addons pay for it (it is optional, and changes what tf.keras is). The stub lists each

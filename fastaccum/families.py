@@ -7,9 +7,9 @@ import types
 
 import keras
 
-from fastaccum.adapters import saved
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Keras3Optimizer, MultiOptimizer, Optimizer
+from fastaccum.basics import patches
 from fastaccum.basics.arguments import KerasModel
 from fastaccum.basics.attributes import kinds, package, require_model
 from fastaccum.basics.warnings import warn
@@ -53,7 +53,7 @@ def adapt_optimizer(
     for kind, adapter in _OPTIMIZERS.items():
         if kind not in optimizer_kinds:
             continue
-        if vars(optimizer).pop(saved.SKIPPED, False):
+        if vars(optimizer).pop(patches.SKIPPED, False):
             warn(
                 f"optimizer={type(optimizer).__name__} starts without its saved state: the state "
                 "in the file does not fit the weights that the loaded model trains, or Keras did "

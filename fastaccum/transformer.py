@@ -17,9 +17,9 @@ from keras import ops
 from fastaccum.checks import naming, object_name, one_of, shown, true_or_false, whole_number
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.devices import has_gpu
+from fastaccum.kernels.hoisted_casts import table
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.norms import gelu
-from fastaccum.kernels.rounded import table
 from fastaccum.kernels.xla_ops import unfused
 
 _DEFAULTS = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}

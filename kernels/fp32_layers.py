@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from fastaccum.kernels import private
 from fastaccum.kernels.checks import shown
+from fastaccum.kernels.hoisted_casts import copy_of
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.matmul import (
     convolution_fp32_wgrad,
@@ -21,7 +22,6 @@ from fastaccum.kernels.matmul import (
     matmul_fp32_wgrad,
 )
 from fastaccum.kernels.norms import activated
-from fastaccum.kernels.rounded import copy_of
 from fastaccum.kernels.xla_ops import HALF
 
 Shape = Sequence[int | None]

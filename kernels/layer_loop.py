@@ -16,8 +16,8 @@ from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import device_memory, has_gpu
 from fastaccum.kernels.gradients import accumulator_dtype
+from fastaccum.kernels.hoisted_casts import allow_outer_casts, rounded_layer
 from fastaccum.kernels.recomputed_function import Gradient, Nest, Policy, RecomputedFunction
-from fastaccum.kernels.rounded import allow_outer_casts, rounded_layer
 from fastaccum.kernels.trace_context import accumulator_of
 from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfilled
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from fastaccum.kernels.checks import as_tensor
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
-from fastaccum.kernels.rounded import rounded
+from fastaccum.kernels.hoisted_casts import rounded
 from fastaccum.kernels.xla_ops import HALF, barred, dot, in_xla, product, sizes, unfused
 
 # Operations that activations are made of, which cost little to compute again.

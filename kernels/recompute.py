@@ -14,6 +14,7 @@ from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.gradients import OfferedTotal
+from fastaccum.kernels.hoisted_casts import allow_outer_casts, stateless_scope
 from fastaccum.kernels.recomputed_function import (
     DRAWS,
     Gradient,
@@ -22,7 +23,6 @@ from fastaccum.kernels.recomputed_function import (
     Values,
     require_policy,
 )
-from fastaccum.kernels.rounded import allow_outer_casts, stateless_scope
 from fastaccum.kernels.trace_context import accumulator_of
 from fastaccum.kernels.xla_ops import in_xla
 

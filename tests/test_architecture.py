@@ -48,6 +48,14 @@ PRIVATE = re.compile(r"(tensorflow\.(python|compiler)|(tf_)?keras\.src)(\.\w+)*"
 # The one module that knows private names of TensorFlow and Keras.
 KNOWS_PRIVATE = "kernels/private.py"
 
+# The homes of patches, which change a class or a module for the whole process. A process has those
+# of `addons` only if it imports it, and that module is there for nothing else.
+MAY_PATCH = ("fastaccum/basics/patches.py", "fastaccum/addons.py")
+# By these names other packages also come as arguments.
+PACKAGES = {"keras", "np", "numpy", "private", "tensorflow", "tf", "tf_keras", "wrapt"}
+OF_IMPORTS = ("sys.modules", "sys.meta_path")
+SETTERS = re.compile(r"setattr|delattr|(type|object)\.__(set|del)attr__|private\.\w+\.set")
+
 # One context decides what a program computes; the other only says who hears of compilation.
 MAY_HOLD_CONTEXT = ("kernels/trace_context.py", "fastaccum/step/announcements.py")
 
@@ -353,6 +361,59 @@ def one_context_for_traces(sources: Sources) -> Iterator[str]:
             )
 
 
+def names_of_packages(path: str, tree: ast.Module) -> set[str]:
+    """Returns the names by which a module knows other packages, their modules and their classes."""
+    names = set(PACKAGES)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported = [alias for alias in node.names if room_of(alias.name) not in RANKS]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            is_own = (node.module or "").partition(".")[0] == "fastaccum"
+            imported = [] if is_own else node.names
+        else:
+            continue
+        names |= {alias.asname or alias.name.partition(".")[0] for alias in imported}
+    # Other names for them, such as `nn = private.nn`.
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and root_name(node.value) in names:
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def root_name(node: ast.AST) -> str | None:
+    """Returns the first name of a chain of attributes; None for what is no such chain."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def patched_places(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the objects whose attributes a statement or a call sets or deletes."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+        yield node.value
+    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        is_vars = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "vars"
+        if is_vars:
+            yield from node.value.args
+    elif isinstance(node, ast.Call) and SETTERS.fullmatch(ast.unparse(node.func)):
+        yield from node.args[:1]
+
+
+def patches_in_their_homes(sources: Sources) -> Iterator[str]:
+    for path, tree in trees(sources, "fastaccum", "kernels"):
+        if path in MAY_PATCH:
+            continue
+        packages = names_of_packages(path, tree) - {"sys"}
+        for node in ast.walk(tree):
+            line = getattr(node, "lineno", 0)
+            for place in patched_places(node):
+                if root_name(place) in packages:
+                    yield f"{path}:{line} patches {ast.unparse(place)}: move it to {MAY_PATCH[0]}"
+            is_set = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+            if is_set and ast.unparse(node).startswith(OF_IMPORTS):
+                yield f"{path}:{line} changes {ast.unparse(node)}: move it to {MAY_PATCH[0]}"
+
+
 Rule = Callable[[Sources], Iterator[str]]
 RULES: list[Rule] = [
     arrows_run_one_way,
@@ -363,6 +424,7 @@ RULES: list[Rule] = [
     public_functions_are_annotated,
     docstrings_open_with_a_verb_or_a_noun,
     one_context_for_traces,
+    patches_in_their_homes,
 ]
 
 
@@ -455,6 +517,15 @@ BREAKS = [
     (docstrings_open_with_a_verb_or_a_noun, {"fastaccum/new/m.py": 'def f():\n    """Of both."""'}),
     (docstrings_open_with_a_verb_or_a_noun, {"benchmarks/new/m.py": '"""What it is."""'}),
     (one_context_for_traces, {HIGH: "import contextvars\n_x = contextvars.ContextVar[int]('x')"}),
+    (patches_in_their_homes, {LOW: "import keras\nkeras.Variable.value = 1"}),
+    (patches_in_their_homes, {LOW: "def f(keras):\n    keras.optimizers.Optimizer.load = 1"}),
+    (patches_in_their_homes, {LOW: "from keras import Variable\nsetattr(Variable, 'value', 1)"}),
+    (patches_in_their_homes, {LOW: "import tensorflow as tf\ndelattr(tf.Variable, 'value')"}),
+    (patches_in_their_homes, {LOW: "import tensorflow as tf\nvars(tf.Module)['name'] = 1"}),
+    (patches_in_their_homes, {LOW: "private.variable_value.set(keras.Variable, 1)"}),
+    (patches_in_their_homes, {LOW: "nn = private.nn\nnn.dot_product_attention = 1"}),
+    (patches_in_their_homes, {LOW: "def f():\n    import keras as k\n    k.Model.fit = 1"}),
+    (patches_in_their_homes, {LOW: "import sys\nsys.modules['keras.src'] = 1"}),
 ]
 
 

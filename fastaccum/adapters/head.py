@@ -29,7 +29,7 @@ from fastaccum.kernels.cross_entropy import (
     linear_cross_entropy_sum_and_scores,
     require_options,
 )
-from fastaccum.kernels.rounded import copy_of
+from fastaccum.kernels.hoisted_casts import copy_of
 from fastaccum.kernels.xla_ops import HALF
 from fastaccum.layers.interceptors import Interceptor, Role, intercepting, is_users
 

@@ -12,6 +12,7 @@ from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
+from fastaccum.basics import patches
 from fastaccum.basics.processes import Workers
 from fastaccum.kernels import private
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
@@ -138,11 +139,9 @@ def first_components() -> Iterator[None]:
     So a program is traced for one device. `Replicas.on` then finds the variables of another.
     """
     with outside_scope():
-        private.variable_value.set(keras.Variable, property(_read_component, _write_component))
-        try:
+        value = private.variable_value.name
+        with patches.variable_values(keras.Variable, value, _read_component, _write_component):
             yield
-        finally:
-            delattr(keras.Variable, private.variable_value.name)
 
 
 class Replicas(Workers):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.basics import patches
 from fastaccum.basics.attributes import known_name, of_keras, package
 from fastaccum.basics.warnings import warn
 from fastaccum.kernels import private, trace_context
@@ -545,24 +545,6 @@ def _warn_of_keras() -> None:
 
 
 # Keras's own formula; None with a release that keeps it where `private` does not look.
-_UNFUSED: Any = private.nn.dot_product_attention if private.has("nn") else None
-
-
-def _replace_formula(unfused: Callable[..., tf.Tensor]) -> None:
-    """Replaces Keras's formula for good.
-
-    Without a fused one in a trace's context it does what it did.
-    """
-    signature = inspect.signature(unfused)
-
-    @functools.wraps(unfused)
-    def dot_product_attention(*args: Any, **kwargs: Any) -> tf.Tensor:
-        formula = trace_context.current().attention or unfused
-        arguments = signature.bind(*args, **kwargs).arguments
-        return formula(**arguments)
-
-    private.nn.dot_product_attention = dot_product_attention
-
-
-if _UNFUSED is not None:
-    _replace_formula(_UNFUSED)
+_UNFUSED: Any = None
+if private.has("nn"):
+    _UNFUSED = patches.replace_attention(private.nn, lambda: trace_context.current().attention)

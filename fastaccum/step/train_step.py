@@ -18,7 +18,7 @@ from fastaccum.basics.warnings import warn
 from fastaccum.data.stacks import trip_count
 from fastaccum.families import adapt_optimizer
 from fastaccum.kernels import gradients, trace_context
-from fastaccum.kernels.rounded import hoisted_casts
+from fastaccum.kernels.hoisted_casts import hoisted_casts
 from fastaccum.kernels.xla_ops import loop, turns_at_once
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales

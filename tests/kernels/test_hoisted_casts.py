@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.kernels import rounded
+from fastaccum.kernels import hoisted_casts
 from fastaccum.kernels.matmul import convolution_fp32_wgrad, einsum_fp32_wgrad, matmul_fp32_wgrad
 from fastaccum.kernels.trace_context import NO_CASTS, TraceContext
 
@@ -20,7 +20,7 @@ ROWS = np.random.default_rng(0).normal(size=(3, 4, 8)).astype("float32")
 @contextlib.contextmanager
 def counting():
     """Counts the requests for a rounded copy, and whether one was at hand."""
-    asked, copy_of = [], rounded.copy_of
+    asked, copy_of = [], hoisted_casts.copy_of
 
     def counted(variable, dtype):
         copy = copy_of(variable, dtype)
@@ -110,8 +110,8 @@ def test_a_copy_reaches_loops_but_no_function_that_is_kept_for_other_programs():
     weight, found, tables = tf.Variable([1 / 3]), {}, {}
 
     def look(where):
-        found[where] = rounded.copy_of(weight, tf.float16)
-        tables[where] = rounded.table(tf.range, 3, dtype=tf.float16)
+        found[where] = hoisted_casts.copy_of(weight, tf.float16)
+        tables[where] = hoisted_casts.table(tf.range, 3, dtype=tf.float16)
         return tf.constant(0)
 
     kept = tf.function(lambda: look("function"))
@@ -121,9 +121,9 @@ def test_a_copy_reaches_loops_but_no_function_that_is_kept_for_other_programs():
         values = [(weight, weight.read_value())]
 
         def turn(i):
-            with TraceContext(casts=rounded.hoisted_casts(values)).entered():
+            with TraceContext(casts=hoisted_casts.hoisted_casts(values)).entered():
                 look("loop")
-                tables["unknown"] = rounded.table(tf.range, i, dtype=tf.float16)
+                tables["unknown"] = hoisted_casts.table(tf.range, i, dtype=tf.float16)
                 with keras.StatelessScope():  # in which a variable may have another value
                     look("scope")
                 tf.cond(i > 0, lambda: look("branch"), kept)
@@ -137,4 +137,4 @@ def test_a_copy_reaches_loops_but_no_function_that_is_kept_for_other_programs():
     assert found["function"] is found["scope"] is None
     assert tables["loop"] is tables["branch"] and tables["loop"].graph is found["loop"].graph
     assert found["loop"].graph not in (tables["function"].graph, tables["unknown"].graph)
-    assert rounded.copy_of(weight, tf.float16) is None
+    assert hoisted_casts.copy_of(weight, tf.float16) is None

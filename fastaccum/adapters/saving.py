@@ -2,17 +2,17 @@
 imports no Keras.
 
 In Keras's table of saved layers each gets a stand-in, which imports the module once a saved layer
-is to be made. An optimizer whose state Keras skips, as of other variables, is marked: a Trainer
-warns of it, long after Keras did.
+is to be made.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 from typing import Any
 
 import wrapt
+
+from fastaccum.basics import patches
 
 LAYERS = {
     "fastaccum.adapters.head": ("LinearCrossEntropy",),
@@ -28,8 +28,6 @@ LAYERS = {
         "TransformerBlock",
     ),
 }
-# on an optimizer: whether Keras has skipped its state in a file, as one of others
-SKIPPED = "fastaccum_skipped"
 
 
 def register() -> None:
@@ -45,14 +43,7 @@ def _register(keras: Any) -> None:
             keras.saving.get_custom_objects().setdefault(
                 f"fastaccum>{name}", _StandIn(module, name)
             )
-    load = keras.optimizers.Optimizer.load_own_variables
-
-    @functools.wraps(load)
-    def load_own_variables(optimizer: Any, store: Any) -> None:
-        vars(optimizer)[SKIPPED] = len(store.keys()) != len(optimizer.variables)
-        load(optimizer, store)
-
-    keras.optimizers.Optimizer.load_own_variables = load_own_variables
+    patches.mark_skipped_state(keras.optimizers)
 
 
 class _StandIn:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import fastaccum as fa
-from fastaccum.adapters import saved
+from fastaccum.adapters import saving
 
 MODELS = {"unrolled": {"positions": "learned", "tied": True}, "stacked": {"stacked": True}}
 LOAD = """
@@ -70,19 +70,19 @@ def test_a_new_process_loads_what_was_saved(models, imports):
 def test_every_registered_layer_has_its_stand_in():
     registered = {
         (layer.__module__, layer.__name__)
-        for module in saved.LAYERS
+        for module in saving.LAYERS
         for layer in vars(importlib.import_module(module)).values()
         if isinstance(layer, type)
         and keras.saving.get_registered_name(layer).startswith("fastaccum>")
     }
     assert registered == {
-        (module, name) for module, names in saved.LAYERS.items() for name in names
+        (module, name) for module, names in saving.LAYERS.items() for name in names
     }
     names = [name for name in keras.saving.get_custom_objects() if name.startswith("fastaccum>")]
     assert len(names) == len(registered)
 
 
-@keras.saving.register_keras_serializable("test_saved")
+@keras.saving.register_keras_serializable("test_saving")
 class Inner(keras.layers.Layer):
     """A layer whose own layer gets LoRA, of which its configuration says nothing."""
 
