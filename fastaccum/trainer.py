@@ -41,10 +41,10 @@ from fastaccum.training.fit import (
 )
 from fastaccum.training.forecasts import plan_for_data, summarize
 from fastaccum.training.reading import reading
-from fastaccum.training.recipe import Recipe
 from fastaccum.training.step_builder import StepBuilder
 from fastaccum.training.throughput import Throughput
 from fastaccum.training.train_step_inputs import TrainStepInputs
+from fastaccum.training.training_setup import TrainingSetup
 
 # Arguments that are no options: an attribute of the same name would have no effect.
 _FIXED = ("model", "loss", "loss_weights", "metrics", "weighted_metrics")
@@ -185,7 +185,7 @@ class Trainer:
         if compile_cache is not None:
             compile_caches.require(compile_cache)
         self.model = model
-        self._recipe = Recipe.build(
+        self._setup = TrainingSetup.build(
             model,
             optimizer=optimizer,
             loss=loss,
@@ -193,15 +193,15 @@ class Trainer:
             loss_weights=loss_weights,
             weighted_metrics=weighted_metrics,
         )
-        self._model = self._recipe.model
-        self._optimizer = self._recipe.optimizer
-        self._replicas = self._recipe.replicas
+        self._model = self._setup.model
+        self._optimizer = self._setup.optimizer
+        self._replicas = self._setup.replicas
 
         values["loss_scale"] = loss_scales.get(loss_scale, self._model.compute_dtype)
         self._options = Options(**{name: values[name] for name in Options.names()})
-        self._recipe.require_replicas(self._options)
+        self._setup.require_replicas(self._options)
         vars(self).update(vars(self._options))
-        self._builder = StepBuilder(self._recipe)
+        self._builder = StepBuilder(self._setup)
         self._step_inputs = TrainStepInputs(self._builder, lambda: self._present_options)
         if self._options.jit_compile is True:
             compilable.require(self._model)
@@ -361,12 +361,12 @@ class Trainer:
         )
         saver = Saver(checkpoint_dir, checkpoint_every, keep, resume)
         class_weights = checks.class_weight(class_weight)
-        recipe = self._recipe
+        setup = self._setup
         builder = self._builder
         options = self._present_options
 
         data, validation_data = split_validation(
-            recipe, options, (x, y, sample_weight), validation_split, validation_data
+            setup, options, (x, y, sample_weight), validation_split, validation_data
         )
         builder.fingerprint.require_alike(
             "fit",
@@ -377,9 +377,9 @@ class Trainer:
             resume=sorted(saver.resumes_with),
             validation_data=validation_data is not None,
         )
-        seed = draw_seed(shuffle, recipe.replicas)
+        seed = draw_seed(shuffle, setup.replicas)
         micro_batch_size = check_batch_size(batch_size, global_batch_size)
-        source = recipe.make_source(
+        source = setup.make_source(
             *data,
             options,
             batch_size=micro_batch_size,
@@ -490,7 +490,7 @@ class Trainer:
         self._builder.fingerprint.require_alike("evaluate", steps=steps)
         checks.true_or_false("return_dict", return_dict)
         options = self._present_options
-        data = self._recipe.make_source(
+        data = self._setup.make_source(
             x, y, sample_weight, options, batch_size=batch_size, steps="steps"
         )
         evaluation = Evaluation(self._builder, data, options, steps)

@@ -34,9 +34,9 @@ from fastaccum.step.options import Options, Schedule
 from fastaccum.training.evaluation import Evaluation
 from fastaccum.training.forecasts import make_plan
 from fastaccum.training.reading import reading
-from fastaccum.training.recipe import Recipe
 from fastaccum.training.step_builder import StepBuilder
 from fastaccum.training.throughput import Stopwatch, Throughput
+from fastaccum.training.training_setup import TrainingSetup
 
 Verbose = Literal["auto", 0, 1, 2]
 
@@ -49,7 +49,7 @@ class SplitData(NamedTuple):
 
 
 def split_validation(
-    recipe: Recipe,
+    setup: TrainingSetup,
     options: Options,
     data: tuple[object, object, object],
     validation_split: float,
@@ -59,7 +59,7 @@ def split_validation(
     share = checks.fraction("validation_split", validation_split)
     if not share or validation_data is not None:
         return SplitData(data, validation_data)
-    may_take_text = recipe.takes_text(options) or recipe.model.preprocess is not None
+    may_take_text = setup.takes_text(options) or setup.model.preprocess is not None
     training, validation = arrays.split(data, validation_split, text=may_take_text)
     return SplitData(training, validation)
 
@@ -105,8 +105,8 @@ def plan_micro_batch(
 ) -> Plan:
     """Plans the micro-batch for `batch_size="auto"`, and prints the plan."""
     workers = 1
-    if builder.recipe.replicas is not None:
-        workers = builder.recipe.replicas.workers
+    if builder.setup.replicas is not None:
+        workers = builder.setup.replicas.workers
     plan = make_plan(
         builder,
         options,
@@ -135,7 +135,7 @@ def make_validation(
         return None
     with checks.naming("validation_data"):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-    source = builder.recipe.make_source(
+    source = builder.setup.make_source(
         x,
         y,
         sample_weight,
@@ -167,7 +167,7 @@ def say_advice(
     chose_without_xla = options.jit_compile == "auto" and not step.objective.options.uses_xla
     has_run = any(made.seconds for made in step.programs.values())
     if chose_without_xla and not has_run:
-        reason = _why_without_xla(builder.recipe, builder.calling_python)
+        reason = _why_without_xla(builder.setup, builder.calling_python)
         callbacks.say(f"This model trains without XLA, which {reason}.\n")
 
     # Where the data has a known end, the progress line shows what a step is.
@@ -180,10 +180,10 @@ def say_advice(
         )
 
 
-def _why_without_xla(recipe: Recipe, calling_python: Sequence[str]) -> str:
+def _why_without_xla(setup: TrainingSetup, calling_python: Sequence[str]) -> str:
     """Returns a clause about XLA: why `jit_compile="auto"` chose to do without."""
     reason = "would be slower here"
-    if recipe.model.uncompilable_layers():
+    if setup.model.uncompilable_layers():
         reason = "cannot compile a layer"
     elif calling_python:
         reason = f"cannot compile {', '.join(calling_python)}"
@@ -206,11 +206,11 @@ def describe_training(
     class_weight: Mapping[int, float] | None,
 ) -> state.Training:
     """Describes a fit that begins, for its checkpoints and for the other workers."""
-    recipe = builder.recipe
-    model = recipe.model
+    setup = builder.setup
+    model = setup.model
     variables: dict[str, Sequence[tf.Variable | keras.Variable]] = {
-        "model": [*model.variables, *model.state, *_weights_of_losses(recipe, step)],
-        "optimizer": recipe.optimizer.variables,
+        "model": [*model.variables, *model.state, *_weights_of_losses(setup, step)],
+        "optimizer": setup.optimizer.variables,
         "loss_scale": step.cycle.loss_scale.variables,
         "step": step.running.variables,
     }
@@ -218,7 +218,7 @@ def describe_training(
     cut: Json = {
         **stacks.cut,
         "gradient_accumulation_steps": options.gradient_accumulation_steps,
-        "replicas": 1 if recipe.replicas is None else recipe.replicas.count,
+        "replicas": 1 if setup.replicas is None else setup.replicas.count,
     }
     # The description has what "auto" chose.
     options = dataclasses.replace(options, jit_compile=step.objective.options.uses_xla)
@@ -235,15 +235,15 @@ def describe_training(
         callbacks=callbacks,
         require_savable=step.running.savable,
         note_changes=changes.end,
-        workers=recipe.replicas,
+        workers=setup.replicas,
         holders=step.holders,
-        settings=recipe.optimizer.settings,
+        settings=setup.optimizer.settings,
     )
 
 
-def _weights_of_losses(recipe: Recipe, step: Engine) -> list[Variable]:
+def _weights_of_losses(setup: TrainingSetup, step: Engine) -> list[Variable]:
     """Lists the variables among `loss_weights`, but for those of the model's own."""
-    of_model = {id(raw(variable)) for variable in recipe.model.variables}
+    of_model = {id(raw(variable)) for variable in setup.model.variables}
     variables = step.objective.losses.weight_variables
     return [v for v in variables if id(raw(v)) not in of_model]
 
@@ -261,9 +261,9 @@ def train(
     verbose: Verbose,
 ) -> keras.callbacks.History:
     """Trains for the epochs of the schedule; continues from a checkpoint where there is one."""
-    recipe = builder.recipe
-    model = recipe.model.model
-    if recipe.replicas is not None and recipe.replicas.workers > 1:
+    setup = builder.setup
+    model = setup.model.model
+    if setup.replicas is not None and setup.replicas.workers > 1:
         _require_workers_alike(builder, describe())
 
     model.stop_training = False
@@ -278,9 +278,9 @@ def train(
         start = saver.find(describe, schedule.initial_epoch, schedule.epochs, verbose)
         if start.changed_constants:
             step.retrace()
-        with replicas.on_first_replica(recipe.replicas):
+        with replicas.on_first_replica(setup.replicas):
             diagnosis.require_statistics(step.cycle, step.objective)
-            diagnosis.warn_of_zero_lora(recipe.model.layers)
+            diagnosis.warn_of_zero_lora(setup.model.layers)
 
         with saver.beginning_training():
             callbacks.list.on_train_begin()
@@ -315,7 +315,7 @@ def train(
             if model.stop_training:
                 break
 
-        recipe.optimizer.finalize(recipe.model.trainable_variables)
+        setup.optimizer.finalize(setup.model.trainable_variables)
         model.history.programs = _programs_of(step)
         callbacks.list.on_train_end(logs)
     return model.history

@@ -61,10 +61,10 @@ def make_plan(
             "there is none. Make the Trainer with jit_compile='auto', or pass a batch_size."
         )
     instead = "pass a batch_size: what fits is read off an XLA program"
-    compilable.require(builder.recipe.model, instead)
+    compilable.require(builder.setup.model, instead)
 
     all_rows = checks.whole_number("global_batch_size", global_batch_size)
-    replicas = builder.recipe.replicas
+    replicas = builder.setup.replicas
     count = 1 if replicas is None else replicas.count
     sizes = planner.candidates(all_rows, count, at_most)
     step = builder.get_or_build(specs(sample, sizes[-1]), options)
@@ -96,9 +96,7 @@ def plan_for_data(builder: StepBuilder, options: Options, data: Any, **limits: A
         raise TypeError(f"sample is a {type(data).__name__}: pass one of its batches, as a tuple.")
     with checks.naming("sample"):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    source = builder.recipe.make_source(
-        x, y, sample_weight, options, batch_size=None, what="sample"
-    )
+    source = builder.setup.make_source(x, y, sample_weight, options, batch_size=None, what="sample")
     return make_plan(builder, options, source.sample, **limits)
 
 
@@ -121,7 +119,7 @@ def summarize(
         )
     sample = builder.sample
     if x is not None:
-        sample = builder.recipe.make_source(x, y, sample_weight, options, batch_size=None).sample
+        sample = builder.setup.make_source(x, y, sample_weight, options, batch_size=None).sample
     if sample is None:
         raise ValueError("x=None, and this Trainer has seen no data yet: pass x and y as for fit.")
     if batch_size is not None:
@@ -131,7 +129,7 @@ def summarize(
             "jit_compile=False: there is no XLA program to summarize. Pass jit_compile='auto'."
         )
     instead = "do without a summary, whose figures are those of an XLA program"
-    compilable.require(builder.recipe.model, instead)
+    compilable.require(builder.setup.model, instead)
     step = builder.get_or_build(sample, options)
     compilable.require_no_python(builder.calling_python, instead)
     with step.translate_errors():

@@ -34,8 +34,8 @@ from fastaccum.step.options import Options
 from fastaccum.step.probe import probe
 from fastaccum.step.running_state import RunningState
 from fastaccum.step.tracing import without_collection
-from fastaccum.training.recipe import Recipe
 from fastaccum.training.throughput import Throughput
+from fastaccum.training.training_setup import TrainingSetup
 
 # The name of an attribute that a model has while a `fit` trains it.
 _FITTING = "fastaccum_fitting"
@@ -83,10 +83,10 @@ class Snapshot:
 class StepBuilder:
     """Builds the step of a model once, and chooses the layout of its stacks."""
 
-    def __init__(self, recipe: Recipe):
-        self.recipe = recipe
-        self._model = recipe.model
-        self.fingerprint = recipe.make_fingerprint()
+    def __init__(self, setup: TrainingSetup):
+        self.setup = setup
+        self._model = setup.model
+        self.fingerprint = setup.make_fingerprint()
         self._compilation: tuple[Any, Any] = (None, None)  # as `_compile` left it
         self.throughput: Throughput | None = None  # of the last epoch of a fit
 
@@ -114,7 +114,7 @@ class StepBuilder:
             self.fingerprint.require_one_program(step.objective.options, sample)
             if not self._is_fitting:
                 self._compile(step.running)
-            with replicas.on_first_replica(self.recipe.replicas):
+            with replicas.on_first_replica(self.setup.replicas):
                 split_sensitive = probe(step.objective, sample)
             # These come last: a step that is refused may be built again with other options.
             self.calling_python = built.calling_python
@@ -138,16 +138,16 @@ class StepBuilder:
 
     def _build(self, sample: Batch, options: Options) -> BuiltModel:
         """Calls the model symbolically, builds what trains it, and chooses `jit_compile`."""
-        recipe = self.recipe
+        setup = self.setup
         model = self._model
-        metrics = recipe.metrics
-        recipe.require_replicas(options)
+        metrics = setup.metrics
+        setup.require_replicas(options)
         self.fingerprint.require_one_program(options, sample)
 
         # A model that is not built yet makes its variables on every replica.
         scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if recipe.replicas is not None:
-            scope = recipe.replicas.strategy.scope()
+        if setup.replicas is not None:
+            scope = setup.replicas.strategy.scope()
         with scope:
             y_pred = model.symbolic_call(sample.x, training=True)
         y_true = tf.nest.map_structure(
@@ -161,13 +161,13 @@ class StepBuilder:
             compilable.require(model)
         compilable.require_recomputable(model)
 
-        if recipe.needs_targets or metrics.given:
+        if setup.needs_targets or metrics.given:
             y_true, y_pred = model.matched(sample.x, y_true, y_pred)
         outputs = model.OUTPUTS(
-            model.output_names, y_pred, recipe.losses.loss, model.overrides("compute_loss")
+            model.output_names, y_pred, setup.losses.loss, model.overrides("compute_loss")
         )
-        replica_count = 1 if recipe.replicas is None else recipe.replicas.count
-        losses = recipe.losses.bind(outputs, y_true, replica_count, model.takes_targets_apart)
+        replica_count = 1 if setup.replicas is None else setup.replicas.count
+        losses = setup.losses.bind(outputs, y_true, replica_count, model.takes_targets_apart)
         names = losses.log_names
         metrics.build(outputs, y_true, names, model.own_metrics, model.own_reset, model.own_results)
 
@@ -185,16 +185,14 @@ class StepBuilder:
             raise ValueError(
                 f"model {model.model.name!r} has no trainable variables: there is nothing to train."
             )
-        return BuiltModel(
-            model, outputs, losses, metrics, recipe.optimizer, options, calling_python
-        )
+        return BuiltModel(model, outputs, losses, metrics, setup.optimizer, options, calling_python)
 
     def _make_step(self, built: BuiltModel, chosen_by_user: bool) -> Engine:
         """Makes a step for one device, or for replicas with all of the slots or a share of them.
 
         `chosen_by_user` tells that `jit_compile` was not "auto".
         """
-        all_replicas = self.recipe.replicas
+        all_replicas = self.setup.replicas
         if all_replicas is None:
             compile_parts = built.options.uses_xla and (has_gpu() or chosen_by_user)
             return DeviceEngine(built, compile_parts)
@@ -235,21 +233,21 @@ class StepBuilder:
 
     def _places_of_slots(self) -> list[int]:
         """Lists the identities of the variables that hold replicas' slots; none on one device."""
-        if self.recipe.replicas is None:
+        if self.setup.replicas is None:
             return []
-        variables = self.recipe.optimizer.optimizer.variables
+        variables = self.setup.optimizer.optimizer.variables
         return [id(raw(variable)) for variable in variables if len(variable.shape)]
 
     def _shards(self, options: Options) -> bool:
         """Decides if replicas share the optimizer's slots out."""
-        all_replicas = self.recipe.replicas
+        all_replicas = self.setup.replicas
         if all_replicas is None or all_replicas.count == 1:
             return False
         if options.shard_optimizer != "auto":
             return options.shard_optimizer is True
 
         model = self._model
-        optimizer = self.recipe.optimizer
+        optimizer = self.setup.optimizer
         trained = model.trainable_variables
         is_too_small = functools.partial(
             needs_shares, model.variables, trained, all_replicas.devices
@@ -272,7 +270,7 @@ class StepBuilder:
     def _is_faster_compiled(self, x: Nest) -> bool:
         """Decides what `jit_compile="auto"` is for the model."""
         model = self._model
-        all_replicas = self.recipe.replicas
+        all_replicas = self.setup.replicas
         is_faster = not model.uncompilable_layers()
         if is_faster and not has_gpu():
             with replicas.on_first_replica(all_replicas):
@@ -286,10 +284,10 @@ class StepBuilder:
 
     def _compile(self, running: RunningState) -> None:
         self._model.adopt(
-            self.recipe.optimizer.optimizer,
-            self.recipe.metrics,
-            loss=self.recipe.losses.loss,
-            loss_weights=self.recipe.losses.loss_weights,
+            self.setup.optimizer.optimizer,
+            self.setup.metrics,
+            loss=self.setup.losses.loss,
+            loss_weights=self.setup.losses.loss_weights,
         )
         self._model.adopt_means(running.loss, running.losses)
         self._compilation = self._model.compilation
@@ -334,14 +332,14 @@ class StepBuilder:
 
         The model must have been called, which shows if its rows are coupled.
         """
-        recipe = self.recipe
+        setup = self.setup
         assert self.step is not None
         losses = self.step.objective.losses
         exact_rows = (
             self._model.couples_rows
-            or not recipe.needs_targets  # the loss is the model's own
+            or not setup.needs_targets  # the loss is the model's own
             or losses.need_exact_rows
-            or recipe.metrics.need_exact_rows
+            or setup.metrics.need_exact_rows
         )
         return self._layout(
             options, options.gradient_accumulation_steps, options.steps_per_execution, exact_rows
@@ -349,7 +347,7 @@ class StepBuilder:
 
     def evaluation_layout(self, options: Options, micro_batches: int) -> Layout:
         """Returns the layout of an evaluation's stacks, of `micro_batches` micro-batches each."""
-        recipe = self.recipe
+        setup = self.setup
         assert self.step is not None
         losses = self.step.objective.losses
         exact_rows = (
@@ -357,14 +355,14 @@ class StepBuilder:
             or self._model.couples_losses
             or losses.need_exact_rows
             or any(output.power for output in losses.outputs)
-            or not recipe.needs_targets  # the loss is the model's own
-            or recipe.metrics.need_exact_rows
+            or not setup.needs_targets  # the loss is the model's own
+            or setup.metrics.need_exact_rows
         )
         return self._layout(options, micro_batches, 1, exact_rows)
 
     def _layout(self, options: Options, micro_batches: int, steps: int, exact_rows: bool) -> Layout:
         assert self.step is not None
-        all_replicas = self.recipe.replicas
+        all_replicas = self.setup.replicas
         max_programs = options.max_programs
         if isinstance(max_programs, str):  # "auto"
             max_programs = DEFAULT_MAX_PROGRAMS

@@ -45,13 +45,13 @@ class TrainStepInputs:
         ):
             return self._step, unchecked
 
-        recipe = self._builder.recipe
+        setup = self._builder.setup
         options = self._options()
-        batch = as_stack(stack, recipe.needs_targets, recipe.takes_text(options))
+        batch = as_stack(stack, setup.needs_targets, setup.takes_text(options))
         if self._step is None or self._signature(batch) not in self._known:
             sample = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch)
             self._step = self._builder.get_or_build(sample, options)
-            self._layers = list(recipe.model.layers)
+            self._layers = list(setup.model.layers)
             self._known.add(self._signature(batch))
         return self._step, batch
 
@@ -66,7 +66,7 @@ class TrainStepInputs:
         On a GPU, which is not waited for, the outcome is read at the next call.
         """
         step, batch = self.prepare(stack)
-        if self._builder.recipe.replicas is not None:
+        if self._builder.setup.replicas is not None:
             batch = self._builder.training_layout(self._options()).shard(batch)
         dispatch = Dispatch((batch,))
         executed = step.dispatch(dispatch)
@@ -90,7 +90,7 @@ class TrainStepInputs:
         Raises:
             ValueError: raised with replicas, on which a step is several programs.
         """
-        replicas = self._builder.recipe.replicas
+        replicas = self._builder.setup.replicas
         if replicas is not None:
             raise ValueError(
                 f"Under {type(replicas.strategy).__name__} a train step is several programs: ask "

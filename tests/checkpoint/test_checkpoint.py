@@ -351,7 +351,7 @@ def test_another_training_is_refused(run, tmp_path, model, options, what):
     run.begin(tmp_path)
     trainer = model()
     trainer._builder.get_or_build(
-        trainer._recipe.make_source(X, Y, None, trainer._present_options, batch_size=8).sample,
+        trainer._setup.make_source(X, Y, None, trainer._present_options, batch_size=8).sample,
         trainer._present_options,
     )
     before = bits(trainer)

@@ -133,7 +133,7 @@ def without_settings(trainer):
     """The variables that go on from a training, by Keras's own lists: all but learning rates and
     their like.
     """
-    held = {id(v) for variables in trainer._recipe.optimizer.settings.values() for v in variables}
+    held = {id(v) for variables in trainer._setup.optimizer.settings.values() for v in variables}
     found = {id(raw(v)): v for v in state(trainer)}
     return [
         v for key, v in found.items() if key not in held and "current_learning_rate" not in v.name

@@ -79,7 +79,7 @@ def bits(trainer):
 def with_means(trainer):
     """Every variable of a built trainer, those of the running means too."""
     running = trainer._step.running
-    means = [running.loss, *running.losses.values(), *trainer._recipe.metrics.compiled.metrics]
+    means = [running.loss, *running.losses.values(), *trainer._setup.metrics.compiled.metrics]
     return [*state(trainer), *(v for mean in means for v in mean.variables), running.skipped]
 
 
@@ -89,7 +89,7 @@ def scramble(trainer):
     Another learning rate would be another training.
     """
     settings = {
-        id(v) for variables in trainer._recipe.optimizer.settings.values() for v in variables
+        id(v) for variables in trainer._setup.optimizer.settings.values() for v in variables
     }
     for variable in with_means(trainer):
         if id(raw(variable)) not in settings:

@@ -46,9 +46,7 @@ def state(trainer):
 
 def memory(trainer, rows, global_batch):
     sample = specs(
-        trainer._recipe.make_source(
-            *SAMPLE, None, trainer._present_options, batch_size=None
-        ).sample,
+        trainer._setup.make_source(*SAMPLE, None, trainer._present_options, batch_size=None).sample,
         rows,
     )
     sample = sample._replace(valid=tf.TensorSpec([rows], tf.bool))

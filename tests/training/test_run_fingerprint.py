@@ -32,7 +32,7 @@ Y = X.sum(1, keepdims=True)
 
 def description(trainer):
     """Describes an unbuilt trainer, as a checkpoint and a worker would."""
-    sample = trainer._recipe.make_source(X, Y, None, trainer._present_options, batch_size=4).sample
+    sample = trainer._setup.make_source(X, Y, None, trainer._present_options, batch_size=4).sample
     groups = {
         "model": trainer.model.variables,
         **{name: [] for name in ("optimizer", "loss_scale", "step")},
