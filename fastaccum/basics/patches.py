@@ -39,7 +39,7 @@ def mark_skipped_state(optimizers: ModuleType) -> None:
     optimizers.Optimizer.load_own_variables = load_own_variables
 
 
-def replace_attention(nn: ModuleType, find_formula: Callable[[], Callable[..., Any] | None]) -> Any:
+def replace_attention(nn: Any, find_formula: Callable[[], Callable[..., Any] | None]) -> Any:
     """Makes `dot_product_attention` of Keras's backend call what `find_formula` returns, if any.
 
     It returns Keras's own formula, which is called where `find_formula` returns None.

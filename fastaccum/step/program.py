@@ -101,7 +101,7 @@ class Program(TracedFunction):
             self._calls.pop(signature, None)
             self._relaxed_traces = RelaxedTraces()
             remedy = compile_cache.remedy_for(error)
-            if remedy is None:
+            if remedy is None or not isinstance(error, tf.errors.OpError):
                 raise
             raise type(error)(error.node_def, error.op, f"{error.message}\n{remedy}") from error
         end = time.perf_counter()
