@@ -5,7 +5,8 @@ write, and compared with the model's own full-batch step in Keras.
     def test_gpt2():
         return Case(model, x, y, loss=..., metrics=...)
 
-A row's function builds the model anew under the dtype policy that is set when it is called.
+A row's function builds the model anew under the dtype policy that is set when it is called. A table
+has entries (`@entry`) and one test for them all: tests/zoo/test_idioms.py.
 """
 
 from __future__ import annotations
@@ -88,21 +89,12 @@ class Steps:
     by_train_step: bool = True
 
 
-def row(
-    family: str,
-    name: str,
-    *,
-    note: str = "",
-    tolerance: float = TOLERANCE,
-    mixed: bool = False,
-    quick: bool = False,
-    fused: bool = False,
-    refused: str | None = None,
-    why: str = "",
-) -> Callable[[Callable[[], Case | Steps]], Callable]:
-    """A test that trains what the function returns in both ways, and a row of docs/models.md.
+@dataclass(frozen=True)
+class Entry:
+    """A model in the table: what builds it, and how it is compared. A row of docs/models.md.
 
-    Args:
+    Attributes:
+        written: builds the model with its data, as its users would write it.
         note: for the page. One is due where `tolerance` is above 1e-5: it says why.
         mixed: also under mixed_float16 and mixed_bfloat16, where our error against float32 may be
             1.5 times that of the model's own step at most.
@@ -113,41 +105,74 @@ def row(
             as written.
         why: for the page, of a row refused: what to do instead.
     """
-    assert tolerance <= TOLERANCE or note, f"{name}: a tolerance of {tolerance} owes a note"
-    policies = [
-        pytest.param(each, marks=[pytest.mark.quick] * quick)
-        for each in ("float32", *(MIXED * mixed))
-    ]
-    policies += ["remat"] * (refused is None) + ["fused"] * fused
+
+    written: Callable[[], Case | Steps]
+    family: str
+    name: str
+    note: str = ""
+    tolerance: float = TOLERANCE
+    mixed: bool = False
+    quick: bool = False
+    fused: bool = False
+    refused: str | None = None
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        is_explained = self.tolerance <= TOLERANCE or self.note
+        assert is_explained, f"{self.name}: a tolerance of {self.tolerance} owes a note"
+
+    def ways(self) -> list[tuple[str, list[pytest.MarkDecorator]]]:
+        """Returns the ways in which it is compared, each with its marks."""
+        policies = ["float32"]
+        if self.mixed:
+            policies += MIXED
+        ways = [(policy, [pytest.mark.quick] if self.quick else []) for policy in policies]
+        if self.refused is None:
+            ways.append(("remat", []))
+        if self.fused:
+            ways.append(("fused", []))
+        return ways
+
+    def build(self) -> Case | Steps:
+        keras.utils.set_random_seed(0)
+        return self.written()
+
+    def compare(self, way: str, record_property: Callable[[str, Any], None]) -> None:
+        """Trains it beside its own step in one of its ways, and records the result for the page."""
+        note = self.note or self.why
+        described = {"family": self.family, "name": self.name, "note": note, "policy": way}
+        record_property("zoo", described)
+        if self.refused is not None:
+            result = {"refused": str(_refusal(self.build(), self.refused))}
+        elif way == "remat":
+            result = _recomputed(self.build(), self.tolerance)
+        elif way == "float32":
+            result = _compared(self.build, self.tolerance, "unfused: its scores take", self.fused)
+        elif way == "fused":
+            with mock.patch.multiple(attention, _SMALL_ON_CPU=0, _SHORT_ON_CPU=0):
+                result = _compared(self.build, self.tolerance, "fused: blockwise")
+            result = {"error": result["error"]}
+        else:
+            result = _compared_mixed(self.build, way)
+        record_property("zoo_result", result)
+
+
+def entry(family: str, name: str, **options: Any) -> Callable[[Callable], Entry]:
+    """Makes the function below it an `Entry` of a table, with these options of it."""
+    return lambda written: Entry(written, family, name, **options)
+
+
+def row(family: str, name: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Makes the function below it a test of its own, of an `Entry` with these options."""
 
     def decorate(written: Callable[[], Case | Steps]) -> Callable:
-        def build() -> Case | Steps:
-            keras.utils.set_random_seed(0)
-            return written()
+        made = Entry(written, family, name, **options)
 
         @pytest.mark.zoo
-        @pytest.mark.parametrize("policy", policies)
+        @pytest.mark.parametrize("policy", [pytest.param(way, marks=m) for way, m in made.ways()])
         @functools.wraps(written)
         def test(policy, record_property):
-            record_property(
-                "zoo", {"family": family, "name": name, "note": note or why, "policy": policy}
-            )
-            if refused is not None:
-                error = _refusal(build(), refused)
-                record_property("zoo_result", {"refused": str(error)})
-                return
-            if policy == "remat":
-                record_property("zoo_result", _recomputed(build(), tolerance))
-            elif policy == "float32":
-                record_property(
-                    "zoo_result", _compared(build, tolerance, "unfused: its scores take", fused)
-                )
-            elif policy == "fused":
-                with mock.patch.multiple(attention, _SMALL_ON_CPU=0, _SHORT_ON_CPU=0):
-                    result = _compared(build, tolerance, "fused: blockwise")
-                record_property("zoo_result", {"error": result["error"]})
-            else:
-                record_property("zoo_result", _compared_mixed(build, policy))
+            made.compare(policy, record_property)
 
         del test.__wrapped__  # whose signature pytest would read
         return test

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from zoo import Case, Steps, row
+from zoo import Case, Steps, entry
 
 import fastaccum as fa
 
@@ -132,7 +132,7 @@ class TutorialTransformer(keras.Model):
         return logits
 
 
-@row(
+@entry(
     TUTORIALS,
     "Transformer: masked_loss and masked_accuracy of one number, a learning rate schedule of "
     "one's own",
@@ -140,7 +140,7 @@ class TutorialTransformer(keras.Model):
     fused=True,
     quick=True,
 )
-def test_transformer():
+def transformer():
     return Case(
         TutorialTransformer(),
         (_ids(8, 6, 11), _ids(8, 5, 11, seed=1)),
@@ -153,13 +153,13 @@ def test_transformer():
     )
 
 
-@row(
+@entry(
     TUTORIALS,
     "Transformer: the same loss by a Keras loss, exact: one loss per token, the mask as "
     "sample_weight",
     fused=True,
 )
-def test_transformer_by_weights():
+def transformer_by_weights():
     y = _ids(8, 5, 11, seed=2)
     return Case(
         TutorialTransformer(),
@@ -182,8 +182,8 @@ def masked_loss_by_sums(label, pred):
     return tf.reduce_sum(loss * mask), tf.reduce_sum(mask)
 
 
-@row(TUTORIALS, "Transformer: the same loss as the warning says, exact: its two sums")
-def test_transformer_by_sums():
+@entry(TUTORIALS, "Transformer: the same loss as the warning says, exact: its two sums")
+def transformer_by_sums():
     model = TutorialTransformer()
     x = (_ids(10, 6, 11), _ids(10, 5, 11, seed=1))
     y = _ids(10, 5, 11, seed=2)
@@ -234,12 +234,12 @@ class Translator(keras.Model):
         return self.output_layer(x)
 
 
-@row(
+@entry(
     TUTORIALS,
     "translation with attention: a masked loss of one number, attention weights kept on self",
     note=BY_MICRO_BATCH,
 )
-def test_translator():
+def translator():
     return Case(
         Translator(),
         (_ids(8, 6, 12), _ids(8, 5, 12, seed=1)),
@@ -275,13 +275,13 @@ class TokenOutput(layers.Layer):
         return self.dense(x) + self.bias
 
 
-@row(
+@entry(
     TUTORIALS,
     "image captioning: a masked loss that leaves out banned tokens",
     note=BY_MICRO_BATCH,
     fused=True,
 )
-def test_image_captioning():
+def image_captioning():
     image = keras.Input((4, 4, 3))
     words = keras.Input((5,), dtype="int32")
     features = layers.Reshape((16, 8))(layers.Conv2D(8, 1)(image))
@@ -316,8 +316,8 @@ class Word2Vec(keras.Model):
         return tf.einsum("be,bce->bc", word_emb, context_emb)
 
 
-@row(TUTORIALS, "word2vec: negative samples, a dot product by einsum")
-def test_word2vec():
+@entry(TUTORIALS, "word2vec: negative samples, a dot product by einsum")
+def word2vec():
     rng = np.random.default_rng(0)
     pair = (rng.integers(0, 9, (10, 1)), rng.integers(0, 9, (10, 5)))
     labels = np.tile([1, 0, 0, 0, 0], (10, 1))
@@ -372,21 +372,21 @@ def _characters(model):
     return Case(model, text[:, :-1], text[:, 1:], loss=loss, micro_batches=4, jit_compile=False)
 
 
-@row(
+@entry(
     TUTORIALS,
     "text generation: a train_step that does what Keras's does",
     refused="train_step",
     why="Remove it, or train the class that it extends.",
 )
-def test_text_generation_refused():
+def text_generation_refused():
     return _characters(CustomTraining())
 
 
-@row(
+@entry(
     TUTORIALS,
     "text generation: the same without train_step, a GRU that returns its state on demand",
 )
-def test_text_generation():
+def text_generation():
     return _characters(Characters())
 
 
@@ -401,12 +401,12 @@ def mse_with_positive_pressure(y_true, y_pred):
     return tf.reduce_mean(mse + positive_pressure)
 
 
-@row(
+@entry(
     TUTORIALS,
     "music generation: a dict of losses, two functions of one number, loss_weights",
     quick=True,
 )
-def test_music_generation():
+def music_generation():
     inputs = keras.Input((5, 3))
     x = layers.LSTM(6)(inputs)
     outputs = {
@@ -461,8 +461,8 @@ class FeedBack(keras.Model):
         return tf.transpose(predictions, [1, 0, 2])
 
 
-@row(TUTORIALS, "time series: an autoregressive LSTM cell that reads its own predictions")
-def test_time_series_feedback():
+@entry(TUTORIALS, "time series: an autoregressive LSTM cell that reads its own predictions")
+def time_series_feedback():
     return Case(
         FeedBack(6, 4, 3),
         _uniform(10, 5, 3),
@@ -485,12 +485,12 @@ class ResidualWrapper(keras.Model):
         return inputs + self.model(inputs, *args, **kwargs)
 
 
-@row(
+@entry(
     TUTORIALS,
     "time series: a residual wrapper with *args and **kwargs, windows made by split_window in "
     "tf.data",
 )
-def test_time_series_residual():
+def time_series_residual():
     head = layers.Dense(3, kernel_initializer="zeros")
     model = ResidualWrapper(keras.Sequential([layers.LSTM(6, return_sequences=True), head]))
     series = _uniform(15, 3)
@@ -554,8 +554,10 @@ def log_normal_pdf(sample, mean, logvar, raxis=1):
     )
 
 
-@row(TUTORIALS, "convolutional VAE: its own loop, a Monte Carlo estimate of the ELBO, by TrainStep")
-def test_cvae():
+@entry(
+    TUTORIALS, "convolutional VAE: its own loop, a Monte Carlo estimate of the ELBO, by TrainStep"
+)
+def cvae():
     model = CVAE()
     data = [tf.constant(_uniform(12, 8, 8, 1)), tf.random.stateless_normal((12, 2), [0, 1])]
 
@@ -586,8 +588,8 @@ def test_cvae():
     return Steps(model.trainable_variables, ours, theirs)
 
 
-@row(TUTORIALS, "pix2pix: a generator's loss of an adversarial and an L1 term, two TrainSteps")
-def test_pix2pix():
+@entry(TUTORIALS, "pix2pix: a generator's loss of an adversarial and an L1 term, two TrainSteps")
+def pix2pix():
     generator = keras.Sequential(
         [
             layers.Input((8, 8, 3)),
@@ -710,19 +712,19 @@ class OwnLossByComputeLoss(keras.Model):
         return {"mae": self.mae_metric.result()}
 
 
-@row(
+@entry(
     TUTORIALS,
     "customizing fit: a train_step with its own loss and metrics",
     refused="train_step",
     why="Override `compute_loss` and `compute_metrics`. See the next row.",
 )
-def test_customizing_fit_refused():
+def customizing_fit_refused():
     inputs, outputs = _regression_net()
     return Case(OwnLossAndMetrics(inputs, outputs), _uniform(10, 4), _uniform(10, 1, seed=1))
 
 
-@row(TUTORIALS, "customizing fit: the same by compute_loss and compute_metrics")
-def test_customizing_fit():
+@entry(TUTORIALS, "customizing fit: the same by compute_loss and compute_metrics")
+def customizing_fit():
     inputs, outputs = _regression_net()
     script = OwnLossAndMetrics(inputs, outputs)
     remedy = OwnLossByComputeLoss(inputs, outputs)
@@ -744,12 +746,12 @@ def peak_signal_noise_ratio(y_true, y_pred):
     return tf.image.psnr(y_pred, y_true, max_val=255.0)
 
 
-@row(
+@entry(
     EXAMPLES,
     "MIRNet: Charbonnier loss of one number, PSNR as metric, selective fusion of kernels",
     quick=True,
 )
-def test_mirnet():
+def mirnet():
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(4, 3, padding="same")(inputs)
     low = layers.UpSampling2D(2)(layers.Conv2D(4, 3, padding="same")(layers.MaxPooling2D(2)(x)))
@@ -783,8 +785,8 @@ def get_mixture_loss_func(num_mixes):
     return mdn_loss_func
 
 
-@row(EXAMPLES, "mixture density network: a loss of one number, made by a function")
-def test_mixture_density():
+@entry(EXAMPLES, "mixture density network: a loss of one number, made by a function")
+def mixture_density():
     inputs = keras.Input((1,))
     x = layers.Dense(6, activation="relu")(inputs)
     mus = layers.Dense(3)(x)
@@ -859,8 +861,10 @@ class RetinaNetLoss(keras.losses.Loss):
         return clf_loss + box_loss
 
 
-@row(EXAMPLES, "RetinaNet: a Loss of two others, each row by its positive anchors, anchors ignored")
-def test_retinanet():
+@entry(
+    EXAMPLES, "RetinaNet: a Loss of two others, each row by its positive anchors, anchors ignored"
+)
+def retinanet():
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(6, 3, strides=2, padding="same", activation="relu")(inputs)
     boxes = layers.Reshape((16, 4))(layers.Conv2D(4, 3, padding="same")(x))
@@ -893,11 +897,11 @@ class QREmbedding(layers.Layer):
         return self.q_embeddings(quotient) * self.r_embeddings(remainder)
 
 
-@row(
+@entry(
     EXAMPLES,
     "memory-efficient embeddings: quotient and remainder, blocks of other widths by frequency",
 )
-def test_memory_efficient_embeddings():
+def memory_efficient_embeddings():
     users = keras.Input((), dtype="int32", name="user_id")
     movies = keras.Input((), dtype="int32", name="movie_id")
     user = QREmbedding(16, 4, 4)(users)
@@ -935,8 +939,8 @@ class RandomFeatures(layers.Layer):
         return ops.cos(ops.matmul(inputs / self.scale, self.kernel) + self.bias)
 
 
-@row(EXAMPLES, "quasi-SVM: random Fourier features, hinge loss on one-hot labels")
-def test_quasi_svm():
+@entry(EXAMPLES, "quasi-SVM: random Fourier features, hinge loss on one-hot labels")
+def quasi_svm():
     model = keras.Sequential([layers.Input((6,)), RandomFeatures(16, 2.0), layers.Dense(3)])
     labels = keras.utils.to_categorical(np.random.default_rng(0).integers(0, 3, 10), 3)
     return Case(
@@ -950,12 +954,12 @@ def test_quasi_svm():
     )
 
 
-@row(
+@entry(
     EXAMPLES,
     "behaviour sequence transformer: ratings times embeddings, positions, features of the user",
     fused=True,
 )
-def test_behaviour_sequence():
+def behaviour_sequence():
     movies = keras.Input((5,), dtype="int32")
     ratings = keras.Input((4,))
     user = keras.Input((), dtype="int32")
@@ -1034,13 +1038,13 @@ class SpeechTransformerScript(SpeechTransformer):
         return {"loss": self.loss_metric.result()}
 
 
-@row(
+@entry(
     EXAMPLES,
     "speech recognition Transformer: a train_step that makes targets and weights",
     refused="train_step",
     why="Make targets and weights in `dataset.map`. See the next row.",
 )
-def test_speech_transformer_refused():
+def speech_transformer_refused():
     batch = {"source": _uniform(8, 6, 4), "target": _ids(8, 5, 7)}
     return Case(
         SpeechTransformerScript(),
@@ -1049,10 +1053,10 @@ def test_speech_transformer_refused():
     )
 
 
-@row(
+@entry(
     EXAMPLES, "speech recognition Transformer: targets and weights by dataset.map, label smoothing"
 )
-def test_speech_transformer():
+def speech_transformer():
     script = SpeechTransformerScript()
     source, target = _uniform(8, 6, 4), _ids(8, 5, 7)
     script([source, target[:, :-1]])
@@ -1165,18 +1169,18 @@ def _dce_net():
     return net
 
 
-@row(
+@entry(
     EXAMPLES,
     "Zero-DCE: a train_step of losses without targets, compile of its own",
     refused="train_step",
     why="Override `compute_loss`. See the next row.",
 )
-def test_zero_dce_refused():
+def zero_dce_refused():
     return Case(ZeroDCEScript(_dce_net()), _uniform(10, 8, 8, 3))
 
 
-@row(EXAMPLES, "Zero-DCE: its losses by compute_loss, one divided by the batch's rows")
-def test_zero_dce():
+@entry(EXAMPLES, "Zero-DCE: its losses by compute_loss, one divided by the batch's rows")
+def zero_dce():
     net = _dce_net()
     images = _uniform(10, 8, 8, 3)
     script, remedy = ZeroDCEScript(net), ZeroDCE(net)
@@ -1220,18 +1224,18 @@ def _edsr_case(model_class):
     )
 
 
-@row(
+@entry(
     EXAMPLES,
     "EDSR: a train_step that does what Keras's does",
     refused="train_step",
     why="Remove it.",
 )
-def test_edsr_refused():
+def edsr_refused():
     return _edsr_case(EDSRModel)
 
 
-@row(EXAMPLES, "EDSR: without its train_step, sub-pixel upsampling, PSNR as metric")
-def test_edsr():
+@entry(EXAMPLES, "EDSR: without its train_step, sub-pixel upsampling, PSNR as metric")
+def edsr():
     class EDSRWithKerasStep(EDSRModel):
         pass
 
@@ -1296,18 +1300,18 @@ def _couplings():
     return couplings
 
 
-@row(
+@entry(
     EXAMPLES,
     "RealNVP: a train_step of a likelihood",
     refused="train_step",
     why="Override `compute_loss`. See the next row.",
 )
-def test_real_nvp_refused():
+def real_nvp_refused():
     return Case(RealNVPScript(_couplings()), _uniform(10, 2))
 
 
-@row(EXAMPLES, "RealNVP: its likelihood by compute_loss")
-def test_real_nvp():
+@entry(EXAMPLES, "RealNVP: its likelihood by compute_loss")
+def real_nvp():
     couplings = _couplings()
     script, remedy = RealNVPScript(couplings), RealNVP(couplings)
     x = _uniform(10, 2)
@@ -1347,20 +1351,20 @@ def _digits():
     )
 
 
-@row(
+@entry(
     EXAMPLES,
     "trainer pattern: a model that wraps another to train it",
     refused="train_step",
     why="Pass the inner model. See the next row.",
 )
-def test_trainer_pattern_refused():
+def trainer_pattern_refused():
     labels = np.arange(10) % 5
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return Case(MyTrainer(_digits()), _uniform(10, 6, 6), labels, loss=loss)
 
 
-@row(EXAMPLES, "trainer pattern: the inner model")
-def test_trainer_pattern():
+@entry(EXAMPLES, "trainer pattern: the inner model")
+def trainer_pattern():
     model = _digits()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     data = _uniform(10, 6, 6), np.arange(10) % 5

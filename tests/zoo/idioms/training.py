@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from zoo import Case, Steps, row
+from zoo import Case, Steps, entry
 
 import fastaccum as fa
 
@@ -42,23 +42,23 @@ def _fitted(optimizer, model=None, **options):
     )
 
 
-@row(FIT, "clipnorm: each variable's gradient clipped by the optimizer")
-def test_clipnorm():
+@entry(FIT, "clipnorm: each variable's gradient clipped by the optimizer")
+def clipnorm():
     return _fitted(lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05))
 
 
-@row(FIT, "global_clipnorm in the optimizer", quick=True)
-def test_global_clipnorm():
+@entry(FIT, "global_clipnorm in the optimizer", quick=True)
+def global_clipnorm():
     return _fitted(lambda: keras.optimizers.AdamW(1e-2, global_clipnorm=0.1))
 
 
-@row(FIT, "clipvalue in the optimizer")
-def test_clipvalue():
+@entry(FIT, "clipvalue in the optimizer")
+def clipvalue():
     return _fitted(lambda: keras.optimizers.RMSprop(1e-2, clipvalue=0.01))
 
 
-@row(FIT, "use_ema: averages of the weights, overwritten at the end of fit")
-def test_ema():
+@entry(FIT, "use_ema: averages of the weights, overwritten at the end of fit")
+def ema():
     return _fitted(
         lambda: keras.optimizers.Adam(
             1e-2, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1
@@ -66,8 +66,8 @@ def test_ema():
     )
 
 
-@row(FIT, "weight decay, biases and norms excluded")
-def test_weight_decay_exclusion():
+@entry(FIT, "weight decay, biases and norms excluded")
+def weight_decay_exclusion():
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -106,14 +106,14 @@ def _two_epochs(make_optimizer, make_callbacks=lambda: None):
     return Steps(model.trainable_variables, ours, theirs)
 
 
-@row(FIT, "CosineDecay with a warm-up, over four updates", quick=True)
-def test_cosine_decay():
+@entry(FIT, "CosineDecay with a warm-up, over four updates", quick=True)
+def cosine_decay():
     schedule = keras.optimizers.schedules.CosineDecay(0.01, 10, warmup_target=0.3, warmup_steps=2)
     return _two_epochs(lambda: keras.optimizers.SGD(schedule))
 
 
-@row(FIT, "a LearningRateSchedule of one's own (DeepSpeech's, the Transformer's)")
-def test_own_schedule():
+@entry(FIT, "a LearningRateSchedule of one's own (DeepSpeech's, the Transformer's)")
+def own_schedule():
     class CustomSchedule(keras.optimizers.schedules.LearningRateSchedule):
         def __init__(self, d_model, warmup_steps=4):
             self.d_model, self.warmup_steps = d_model, warmup_steps
@@ -130,8 +130,8 @@ def test_own_schedule():
     return _two_epochs(lambda: keras.optimizers.SGD(CustomSchedule(16)))
 
 
-@row(FIT, "callbacks that set the learning rate: LearningRateScheduler, ReduceLROnPlateau")
-def test_learning_rate_callbacks():
+@entry(FIT, "callbacks that set the learning rate: LearningRateScheduler, ReduceLROnPlateau")
+def learning_rate_callbacks():
     def callbacks():
         return [
             keras.callbacks.LearningRateScheduler(lambda epoch, lr: 0.2 / (epoch + 1)),
@@ -143,8 +143,8 @@ def test_learning_rate_callbacks():
     return _two_epochs(lambda: keras.optimizers.SGD(0.1), callbacks)
 
 
-@row(FIT, "class_weight and sample_weight with labels of one-hot rows")
-def test_one_hot_class_weight():
+@entry(FIT, "class_weight and sample_weight with labels of one-hot rows")
+def one_hot_class_weight():
     x, y = _data()
     return Case(
         _mlp(),
@@ -158,8 +158,8 @@ def test_one_hot_class_weight():
     )
 
 
-@row(FIT, "a metric and a loss as functions of one's own")
-def test_functions():
+@entry(FIT, "a metric and a loss as functions of one's own")
+def functions():
     def rmse(y_true, y_pred):
         return ops.sqrt(ops.mean(ops.square(y_true - y_pred), axis=-1))
 
@@ -170,8 +170,8 @@ def test_functions():
     return Case(_mlp(), x, x[:, :4] ** 2, loss=log_cosh, metrics=[rmse, "mae"], micro_batches=4)
 
 
-@row(FIT, "a metric of one's own with confusion-like state", quick=True)
-def test_own_metric():
+@entry(FIT, "a metric of one's own with confusion-like state", quick=True)
+def own_metric():
     class CategoricalTruePositives(keras.metrics.Metric):
         def __init__(self, name="categorical_true_positives", **kwargs):
             super().__init__(name=name, **kwargs)
@@ -200,12 +200,12 @@ def test_own_metric():
     )
 
 
-@row(
+@entry(
     FIT,
     "loss functions of the whole batch: Dice",
     note="That of each micro-batch, and a warning says so; `axis=(1, 2, 3)` is exact.",
 )
-def test_dice_of_the_batch():
+def dice_of_the_batch():
     return dataclasses.replace(_dice(keras.losses.Dice()), micro_batches=2, by_micro_batch=True)
 
 
@@ -220,13 +220,13 @@ def _dice(loss):
     )
 
 
-@row(FIT, "Dice of each row: axis=(1, 2, 3)")
-def test_dice():
+@entry(FIT, "Dice of each row: axis=(1, 2, 3)")
+def dice():
     return _dice(keras.losses.Dice(axis=(1, 2, 3)))
 
 
-@row(FIT, "adaptive gradient clipping: an optimizer of one's own that overrides apply")
-def test_adaptive_gradient_clipping():
+@entry(FIT, "adaptive gradient clipping: an optimizer of one's own that overrides apply")
+def adaptive_gradient_clipping():
     def unitwise_norm(x):
         axis = None if len(x.shape) <= 1 else tuple(range(len(x.shape) - 1))
         return ops.sqrt(ops.sum(ops.square(x), axis=axis, keepdims=axis is not None))
@@ -248,8 +248,8 @@ def test_adaptive_gradient_clipping():
     return _fitted(lambda: AGC(0.1))
 
 
-@row(FIT, "gradient centralization: an optimizer of one's own that overrides update_step")
-def test_gradient_centralization():
+@entry(FIT, "gradient centralization: an optimizer of one's own that overrides update_step")
+def gradient_centralization():
     class GCRMSprop(keras.optimizers.RMSprop):
         def update_step(self, gradient, variable, learning_rate):
             if len(gradient.shape) > 1:
@@ -260,13 +260,13 @@ def test_gradient_centralization():
     return _fitted(lambda: GCRMSprop(1e-2, epsilon=1e-3))
 
 
-@row(
+@entry(
     FIT,
     "gradient_accumulation_steps of Keras's own optimizer",
     refused="gradient_accumulation_steps",
     why="",
 )
-def test_keras_accumulation():
+def keras_accumulation():
     return _fitted(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=4))
 
 
@@ -285,8 +285,8 @@ class LogisticEndpoint(layers.Layer):
         return keras.activations.sigmoid(logits)
 
 
-@row(OWN, "endpoint layer: loss and metric from targets and weights among the inputs", quick=True)
-def test_endpoint_layer():
+@entry(OWN, "endpoint layer: loss and metric from targets and weights among the inputs", quick=True)
+def endpoint_layer():
     inputs, targets = keras.Input((6,), name="inputs"), keras.Input((1,), name="targets")
     sample_weight = keras.Input((1,), name="sample_weight")
     preds = LogisticEndpoint(name="predictions")(layers.Dense(1)(inputs), targets, sample_weight)
@@ -299,8 +299,8 @@ def test_endpoint_layer():
     return Case(model, x, micro_batches=4)
 
 
-@row(OWN, "metric updated inside call")
-def test_metric_in_call():
+@entry(OWN, "metric updated inside call")
+def metric_in_call():
     class LogisticActivity(keras.Model):
         def __init__(self):
             super().__init__()
@@ -316,8 +316,8 @@ def test_metric_in_call():
     return Case(LogisticActivity(), x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4)
 
 
-@row(OWN, "overridden compute_metrics", quick=True)
-def test_compute_metrics():
+@entry(OWN, "overridden compute_metrics", quick=True)
+def compute_metrics():
     class MyModel(keras.Model):
         def compute_metrics(self, x, y, y_pred, sample_weight):
             results = super().compute_metrics(x, y, y_pred, sample_weight)
@@ -330,8 +330,8 @@ def test_compute_metrics():
     )
 
 
-@row(OWN, "compute_loss that adds to Keras's own")
-def test_compute_loss_super():
+@entry(OWN, "compute_loss that adds to Keras's own")
+def compute_loss_super():
     class Confident(keras.Model):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
             loss = super().compute_loss(x, y, y_pred, sample_weight, training)
@@ -345,8 +345,8 @@ def test_compute_loss_super():
     )
 
 
-@row(OWN, "subclassed models, nested three deep", quick=True)
-def test_nested_models():
+@entry(OWN, "subclassed models, nested three deep", quick=True)
+def nested_models():
     class Block(layers.Layer):
         def __init__(self, units):
             super().__init__()
@@ -384,8 +384,8 @@ def test_nested_models():
     )
 
 
-@row(OWN, "two inputs, two outputs of one name: a shared head", quick=True)
-def test_outputs_of_one_name():
+@entry(OWN, "two inputs, two outputs of one name: a shared head", quick=True)
+def outputs_of_one_name():
     a, b = keras.Input((6,), name="a"), keras.Input((6,), name="b")
     trunk, head = layers.Dense(8, activation="relu"), layers.Dense(1, name="score")
     model = keras.Model([a, b], [head(trunk(a)), head(trunk(b))])
@@ -401,8 +401,8 @@ def test_outputs_of_one_name():
     )
 
 
-@row(OWN, "tied weights: a decoder with the encoder's kernel")
-def test_tied_autoencoder():
+@entry(OWN, "tied weights: a decoder with the encoder's kernel")
+def tied_autoencoder():
     class Tied(layers.Layer):
         def __init__(self, encoder):
             super().__init__()
@@ -422,8 +422,8 @@ def test_tied_autoencoder():
     )
 
 
-@row(OWN, "tied weights: ReversibleEmbedding, from ids to logits", mixed=True)
-def test_reversible_embedding():
+@entry(OWN, "tied weights: ReversibleEmbedding, from ids to logits", mixed=True)
+def reversible_embedding():
     embedding = layers.ReversibleEmbedding(13, 6)
     inputs = keras.Input((5,), dtype="int32")
     h = layers.GRU(6, return_sequences=True)(embedding(inputs))
@@ -448,12 +448,12 @@ class RunningMean(layers.Layer):
         return inputs - self.total
 
 
-@row(
+@entry(
     OWN,
     "a running mean in add_weight(trainable=False)",
     note="Its state changes with each micro-batch. Compared with a loop over micro-batches.",
 )
-def test_running_mean():
+def running_mean():
     model = keras.Sequential(
         [keras.Input((6,)), layers.Dense(8), RunningMean(), layers.ReLU(), layers.Dense(4)]
     )
@@ -488,12 +488,12 @@ def _both_by_micro_batch(model, x, y, loss):
     return ours, theirs
 
 
-@row(
+@entry(
     OWN,
     "a counter in a tf.Variable that call assigns",
     note="Its state changes with each micro-batch. Compared with a loop over micro-batches.",
 )
-def test_tf_variable_state():
+def tf_variable_state():
     class Annealed(layers.Layer):
         def __init__(self):
             super().__init__()
@@ -513,12 +513,12 @@ def test_tf_variable_state():
     )
 
 
-@row(
+@entry(
     OWN,
     "LSTM(stateful=True): truncated back-propagation, a micro-batch after the other",
     note="Its state changes with each micro-batch. Compared with a loop over micro-batches.",
 )
-def test_stateful_lstm():
+def stateful_lstm():
     inputs = keras.Input(batch_shape=(4, 5, 3))
     lstm = layers.LSTM(4, stateful=True, return_sequences=True)
     model = keras.Model(inputs, layers.Dense(2)(lstm(inputs)))
@@ -530,12 +530,12 @@ def test_stateful_lstm():
     )
 
 
-@row(
+@entry(
     OWN,
     "SpectralNormalization around convolutions",
     note="Its vector changes with each micro-batch. Compared with a loop over micro-batches.",
 )
-def test_spectral_normalization():
+def spectral_normalization():
     model = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -552,8 +552,8 @@ def test_spectral_normalization():
     )
 
 
-@row(OWN, "an activity regulariser of one's own in a layer's call", quick=True)
-def test_activity_regularization():
+@entry(OWN, "an activity regulariser of one's own in a layer's call", quick=True)
+def activity_regularization():
     class ActivityRegularizationLayer(layers.Layer):
         def call(self, inputs):
             self.add_loss(0.1 * ops.mean(ops.square(inputs)))
@@ -571,16 +571,16 @@ def test_activity_regularization():
     return Case(model, x, y, loss=LOSS, metrics=["accuracy"], micro_batches=4)
 
 
-@row(OWN, "kernel constraints: MaxNorm, NonNeg")
-def test_constraints():
+@entry(OWN, "kernel constraints: MaxNorm, NonNeg")
+def constraints():
     model = _mlp(
         kernel_constraint=keras.constraints.MaxNorm(0.5), bias_constraint=keras.constraints.NonNeg()
     )
     return _fitted(lambda: keras.optimizers.SGD(0.5), model)
 
 
-@row(OWN, "a residual MLP with a head in float32 under a mixed policy", mixed=True)
-def test_float32_head():
+@entry(OWN, "a residual MLP with a head in float32 under a mixed policy", mixed=True)
+def float32_head():
     inputs = keras.Input((6,))
     h = layers.Dense(16, activation="relu")(inputs)
     h = h + layers.Dense(16, activation="relu")(h)
@@ -609,8 +609,8 @@ class LoraLayer(layers.Layer):
         return self.original_layer(inputs) + self.B(self.A(inputs)) * self._scale
 
 
-@row(TUNING, "LoRA as a layer around frozen layers", mixed=True)
-def test_own_lora():
+@entry(TUNING, "LoRA as a layer around frozen layers", mixed=True)
+def own_lora():
     inputs = keras.Input((6,))
     h = LoraLayer(layers.Dense(8, activation="relu"))(inputs)
     x, y = _data()
@@ -643,8 +643,8 @@ def _with_lora(model):
     return model
 
 
-@row(TUNING, "enable_lora on Dense, EinsumDense and Embedding", mixed=True, fused=True)
-def test_enable_lora():
+@entry(TUNING, "enable_lora on Dense, EinsumDense and Embedding", mixed=True, fused=True)
+def enable_lora():
     model, x, y = _language_model()
     trainer = {"loss_scale": 256.0}
     return Case(
@@ -652,14 +652,14 @@ def test_enable_lora():
     )
 
 
-@row(TUNING, "int8 weights with LoRA", fused=True)
-def test_int8_lora():
+@entry(TUNING, "int8 weights with LoRA", fused=True)
+def int8_lora():
     model, x, y = _language_model()
     model.quantize("int8")
     return Case(_with_lora(model), x, y, loss=LOSS, micro_batches=4)
 
 
-@row(
+@entry(
     TUNING,
     "float8 training: model.quantize('float8')",
     refused="float8|overwrite",
@@ -668,15 +668,15 @@ def test_int8_lora():
         "mixed_bfloat16."
     ),
 )
-def test_float8():
+def float8():
     model = _mlp()
     model.quantize("float8")
     x, y = _data(rows=12)
     return Case(model, x, y, loss=LOSS)
 
 
-@row(TUNING, "transfer learning: frozen base with BatchNormalization, called with training=False")
-def test_transfer_learning():
+@entry(TUNING, "transfer learning: frozen base with BatchNormalization, called with training=False")
+def transfer_learning():
     base = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -692,8 +692,8 @@ def test_transfer_learning():
     return Case(model, images, np.arange(10) % 4, loss=LOSS, metrics=["accuracy"], micro_batches=4)
 
 
-@row(TUNING, "fine-tuning some layers: others frozen after the model is built")
-def test_partly_frozen():
+@entry(TUNING, "fine-tuning some layers: others frozen after the model is built")
+def partly_frozen():
     model = keras.Sequential(
         [keras.Input((6,)), *(layers.Dense(8, activation="relu") for _ in range(3))]
     )
@@ -703,8 +703,8 @@ def test_partly_frozen():
     return _fitted(lambda: keras.optimizers.Adam(1e-2, epsilon=1e-3), model)
 
 
-@row(FIT, "GradientAccumulator's sparse test: Embedding, Flatten, sigmoid")
-def test_sparse_embedding():
+@entry(FIT, "GradientAccumulator's sparse test: Embedding, Flatten, sigmoid")
+def sparse_embedding():
     model = keras.Sequential(
         [
             keras.Input((7,), dtype="int32"),
@@ -718,12 +718,12 @@ def test_sparse_embedding():
     return Case(model, x, y, loss="binary_crossentropy", metrics=["accuracy"], micro_batches=4)
 
 
-@row(
+@entry(
     FIT,
     "optax's MultiSteps example: an average of micro-batches' means, weighed by their rows",
     quick=True,
 )
-def test_unequal_micro_batches():
+def unequal_micro_batches():
     x, y = _data(rows=13)
     weight = np.random.default_rng(1).random(13).astype("float32")
     return Case(

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from zoo import Case, Steps, row
+from zoo import Case, Steps, entry
 
 import fastaccum as fa
 
@@ -51,7 +51,7 @@ def _mlp(x, hidden_units):
     return x
 
 
-@row(
+@entry(
     FAMILY,
     "Vision Transformer from scratch: patches, position embedding, head in float32",
     mixed=True,
@@ -59,7 +59,7 @@ def _mlp(x, hidden_units):
     note="The largest error is in the bias of attention's keys, whose exact gradient is 0 (5e-19 in float64).",
     fused=True,
 )
-def test_vision_transformer():
+def vision_transformer():
     inputs = keras.Input(shape=(8, 8, 3))
     encoded_patches = PatchEncoder(4, 8)(Patches(4)(inputs))
     x1 = layers.LayerNormalization(epsilon=1e-6)(encoded_patches)
@@ -85,8 +85,8 @@ def test_vision_transformer():
     )
 
 
-@row(FAMILY, "MLP-Mixer", mixed=True)
-def test_mlp_mixer():
+@entry(FAMILY, "MLP-Mixer", mixed=True)
+def mlp_mixer():
     class MLPMixerLayer(layers.Layer):
         def __init__(self, num_patches, hidden_units):
             super().__init__()
@@ -229,8 +229,8 @@ class PatchMerging(layers.Layer):
         return self.linear_trans(ops.reshape(x, (-1, (height // 2) * (width // 2), x.shape[-1])))
 
 
-@row(FAMILY, "Swin Transformer: shifted windows, an attention mask in a variable")
-def test_swin_transformer():
+@entry(FAMILY, "Swin Transformer: shifted windows, an attention mask in a variable")
+def swin_transformer():
     inputs = keras.Input((8, 8, 3))
     x = PatchEncoder(16, 8)(Patches(2)(inputs))
     x = SwinTransformer(8, (4, 4), 2, 2, 0)(x)
@@ -258,8 +258,8 @@ def _unet():
     return keras.Model(inputs, layers.Conv2D(3, 1, activation="softmax", padding="same")(x))
 
 
-@row(FAMILY, "U-Net: a weight for each pixel, by its class", mixed=True)
-def test_unet_pixel_weights():
+@entry(FAMILY, "U-Net: a weight for each pixel, by its class", mixed=True)
+def unet_pixel_weights():
     labels = np.random.default_rng(0).integers(0, 3, (10, 8, 8, 1))
     sample_weights = np.take(np.array([2.0, 2.0, 1.0], "float32") / 5, labels[..., 0])
     return Case(
@@ -273,8 +273,8 @@ def test_unet_pixel_weights():
     )
 
 
-@row(FAMILY, "U-Net: a weight for each pixel, mean over the weights")
-def test_unet_mean_with_sample_weight():
+@entry(FAMILY, "U-Net: a weight for each pixel, mean over the weights")
+def unet_mean_with_sample_weight():
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, (10, 8, 8))
     weights = (rng.random((10, 8, 8)) < np.linspace(0.1, 0.9, 10)[:, None, None]).astype("float32")
@@ -282,13 +282,13 @@ def test_unet_mean_with_sample_weight():
     return Case(_unet(), _images(10), labels, sample_weight=weights, loss=loss, micro_batches=4)
 
 
-@row(
+@entry(
     FAMILY,
     "oxford_pets segmentation: separable convolutions, BatchNormalization, residuals",
     tolerance=1e-3,
     note=_BIAS_BEFORE_NORM,
 )
-def test_oxford_pets():
+def oxford_pets():
     inputs = keras.Input(shape=(8, 8, 3))
     x = layers.Conv2D(4, 3, strides=2, padding="same")(inputs)
     x = layers.Activation("relu")(layers.BatchNormalization()(x))
@@ -312,12 +312,12 @@ def test_oxford_pets():
     )
 
 
-@row(
+@entry(
     FAMILY,
     "object detection: class and box heads, dicts of losses, weights and targets",
     mixed=True,
 )
-def test_detection():
+def detection():
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(4, 3, strides=2, activation="relu", padding="same")(inputs)
     anchors = layers.Reshape((16, 4))(x)
@@ -344,8 +344,8 @@ def test_detection():
     )
 
 
-@row(FAMILY, "multi-task: GradientAccumulator's reconstructor and classifier of two inputs")
-def test_multitask():
+@entry(FAMILY, "multi-task: GradientAccumulator's reconstructor and classifier of two inputs")
+def multitask():
     input1, input2 = keras.Input((8, 8, 1)), keras.Input((8, 8))
     x1 = layers.Conv2D(4, (5, 5), activation="relu", padding="same")(input1)
     x1 = layers.Conv2D(4, (5, 5), activation="relu", padding="same")(
@@ -372,8 +372,8 @@ def test_multitask():
     )
 
 
-@row(FAMILY, "convolutional autoencoder: x is y", quick=True)
-def test_autoencoder():
+@entry(FAMILY, "convolutional autoencoder: x is y", quick=True)
+def autoencoder():
     inputs = layers.Input(shape=(8, 8, 1))
     x = layers.Conv2D(4, (3, 3), activation="relu", padding="same")(inputs)
     x = layers.MaxPooling2D((2, 2), padding="same")(x)
@@ -383,10 +383,10 @@ def test_autoencoder():
     return Case(model, x, x, loss="binary_crossentropy", micro_batches=4)
 
 
-@row(
+@entry(
     FAMILY, "super-resolution: sub-pixel shuffling by reshape and transpose, orthogonal initializer"
 )
-def test_sub_pixel():
+def sub_pixel():
     class DepthToSpace(layers.Layer):
         def __init__(self, block_size):
             super().__init__()
@@ -409,8 +409,8 @@ def test_sub_pixel():
     )
 
 
-@row(FAMILY, "bilinear CNN: the outer product of two feature maps")
-def test_bilinear_cnn():
+@entry(FAMILY, "bilinear CNN: the outer product of two feature maps")
+def bilinear_cnn():
     inputs = keras.Input((8, 8, 3))
     a = layers.Conv2D(4, 3, activation="relu")(inputs)
     b = layers.Conv2D(5, 3, activation="relu")(inputs)
@@ -431,8 +431,8 @@ def test_bilinear_cnn():
     )
 
 
-@row(FAMILY, "next-frame prediction: ConvLSTM2D, BatchNormalization, Conv3D")
-def test_conv_lstm():
+@entry(FAMILY, "next-frame prediction: ConvLSTM2D, BatchNormalization, Conv3D")
+def conv_lstm():
     inp = layers.Input(shape=(None, 6, 6, 1))
     x = layers.ConvLSTM2D(
         filters=3, kernel_size=(3, 3), padding="same", return_sequences=True, activation="relu"
@@ -449,8 +449,8 @@ def test_conv_lstm():
     )
 
 
-@row(FAMILY, "video classification: TimeDistributed CNN, GRU with a mask of frames")
-def test_video_classification():
+@entry(FAMILY, "video classification: TimeDistributed CNN, GRU with a mask of frames")
+def video_classification():
     cnn = keras.Sequential(
         [layers.Input((8, 8, 3)), layers.Conv2D(4, 3, strides=2), layers.GlobalAveragePooling2D()]
     )
@@ -473,13 +473,13 @@ def test_video_classification():
     )
 
 
-@row(
+@entry(
     FAMILY,
     "PointNet: an orthogonality regulariser of the transform, a layer's activity_regularizer",
     tolerance=1e-3,
     note=_BIAS_BEFORE_NORM,
 )
-def test_pointnet():
+def pointnet():
     class OrthogonalRegularizer(keras.regularizers.Regularizer):
         def __init__(self, num_features, l2reg=0.001):
             self.num_features, self.l2reg = num_features, l2reg
@@ -514,8 +514,10 @@ def test_pointnet():
     )
 
 
-@row(FAMILY, "orthogonality of each row's transform: activity_regularizer without batch statistics")
-def test_orthogonality():
+@entry(
+    FAMILY, "orthogonality of each row's transform: activity_regularizer without batch statistics"
+)
+def orthogonality():
     class RowwiseOrthogonal(keras.regularizers.Regularizer):
         def __call__(self, x):
             x = ops.reshape(x, (-1, 3, 3))
@@ -553,13 +555,13 @@ _BINARY = keras.losses.BinaryCrossentropy(from_logits=True)
 _LABELS = (np.arange(8) % 2).astype("float32")[:, None]
 
 
-@row(
+@entry(
     FAMILY,
     "image classification from scratch: RandomFlip, RandomContrast and Rescaling in the model",
     note="Each micro-batch draws its own augmentations. Compared with a loop over micro-batches that is "
     "compiled too, because XLA draws other numbers from the same seed.",
 )
-def test_augmentation_in_the_model():
+def augmentation_in_the_model():
     model = _augmented(layers.RandomFlip("horizontal", seed=1), layers.RandomContrast(0.1, seed=2))
     x, variables = _images(8), model.trainable_variables
 
@@ -584,29 +586,29 @@ def test_augmentation_in_the_model():
     return Steps(variables, ours, theirs, state=model.non_trainable_variables)
 
 
-@row(
+@entry(
     FAMILY,
     "image classification from scratch: RandomRotation in the model",
     refused="RandomRotation",
     why="Refused with `jit_compile=True`, as here; the default trains the model without XLA.",
 )
-def test_rotation_in_the_model():
+def rotation_in_the_model():
     model = _augmented(layers.RandomFlip("horizontal", seed=1), layers.RandomRotation(0.1, seed=2))
     return Case(model, _images(8), _LABELS, loss=_BINARY)
 
 
-@row(
+@entry(
     FAMILY,
     "image classification from scratch: RandomRotation in the model, jit_compile=False",
     note="Each micro-batch draws its own augmentations. Compared with a loop over micro-batches.",
 )
-def test_rotation_without_xla():
+def rotation_without_xla():
     model = _augmented(layers.RandomFlip("horizontal", seed=1), layers.RandomRotation(0.1, seed=2))
     return Case(model, _images(8), _LABELS, loss=_BINARY, by_micro_batch=True, jit_compile=False)
 
 
-@row(FAMILY, "ViT's augmentation: an adapted Normalization, Resizing")
-def test_normalization_in_the_model():
+@entry(FAMILY, "ViT's augmentation: an adapted Normalization, Resizing")
+def normalization_in_the_model():
     images = _images(10)
     normalization = layers.Normalization()
     normalization.adapt(images)
@@ -625,8 +627,10 @@ def test_normalization_in_the_model():
     )
 
 
-@row(FAMILY, "attention-based multiple-instance learning: a list of instances, attention over them")
-def test_multiple_instance():
+@entry(
+    FAMILY, "attention-based multiple-instance learning: a list of instances, attention over them"
+)
+def multiple_instance():
     class MILAttentionLayer(layers.Layer):
         def __init__(self, weight_params_dim):
             super().__init__()
@@ -700,8 +704,8 @@ def _speech_model(classes=5):
     )
 
 
-@row(FAMILY, "speech recognition: keras.losses.CTC, labels of different lengths")
-def test_ctc_loss():
+@entry(FAMILY, "speech recognition: keras.losses.CTC, labels of different lengths")
+def ctc_loss():
     inputs = layers.Input((12, 6))
     x = layers.Bidirectional(layers.GRU(4, return_sequences=True))(inputs)
     x, y = keras.Model(inputs, layers.Dense(5)(x)), _speech()
@@ -723,8 +727,8 @@ def _ctc_batch_cost(y_true, y_pred):
     )
 
 
-@row(FAMILY, "speech recognition: a CTC loss function of one's own, one value a row")
-def test_ctc_function():
+@entry(FAMILY, "speech recognition: a CTC loss function of one's own, one value a row")
+def ctc_function():
     x, y = _speech()
     return Case(keras.Model(*_speech_model()), x, y, loss=_ctc_batch_cost, micro_batches=3)
 
@@ -735,11 +739,11 @@ class CTCLayer(layers.Layer):
         return y_pred
 
 
-@row(
+@entry(
     FAMILY,
     "OCR of captchas: an endpoint layer that adds a CTC loss for each row, labels among the inputs",
 )
-def test_captcha_ocr():
+def captcha_ocr():
     inputs, predictions = _speech_model()
     labels = layers.Input(name="label", shape=(None,), dtype="float32")
     model = keras.Model([inputs, labels], CTCLayer(name="ctc_loss")(labels, predictions))
@@ -762,8 +766,8 @@ class OldCTCLayer(layers.Layer):
         return y_pred
 
 
-@row(FAMILY, "OCR of captchas: TensorFlow's sparse CTC, jit_compile=False")
-def test_captcha_ocr_sparse():
+@entry(FAMILY, "OCR of captchas: TensorFlow's sparse CTC, jit_compile=False")
+def captcha_ocr_sparse():
     inputs, predictions = _speech_model(6)
     labels = layers.Input(name="label", shape=(None,), dtype="float32")
     model = keras.Model([inputs, labels], OldCTCLayer(name="ctc_loss")(labels, predictions))
@@ -771,13 +775,13 @@ def test_captcha_ocr_sparse():
     return Case(model, [x, y.astype("float32")], micro_batches=3, jit_compile=False)
 
 
-@row(
+@entry(
     FAMILY,
     "image captioning: frozen CNN, Transformer decoder, a mask from the captions",
     mixed=True,
     fused=True,
 )
-def test_image_captioning():
+def image_captioning():
     base_model = keras.Sequential(
         [layers.Input((8, 8, 3)), layers.Conv2D(6, 3, strides=2), layers.Reshape((9, 6))]
     )
@@ -811,14 +815,14 @@ def test_image_captioning():
     )
 
 
-@row(
+@entry(
     FAMILY,
     "Conformer block: half-step feed-forward, GLU, depthwise Conv1D, relative shift",
     tolerance=5e-5,
     note="The largest error is in the bias of attention's keys, whose exact gradient is 0.",
     fused=True,
 )
-def test_conformer():
+def conformer():
     def feed_forward(x):
         h = layers.Dense(16, activation="swish")(layers.LayerNormalization()(x))
         return x + 0.5 * layers.Dense(8)(h)
@@ -842,8 +846,8 @@ def test_conformer():
     )
 
 
-@row(FAMILY, "involution: kernels computed from the image")
-def test_involution():
+@entry(FAMILY, "involution: kernels computed from the image")
+def involution():
     class Involution(layers.Layer):
         def __init__(self, channel, group_number, kernel_size):
             super().__init__()

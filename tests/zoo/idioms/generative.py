@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from zoo import Case, Steps, row
+from zoo import Case, Steps, entry
 
 import fastaccum as fa
 
@@ -68,16 +68,16 @@ def _noisy_vae():
     return [images, noise], _decoder()(z), x
 
 
-@row(FAMILY, "variational autoencoder: KL term by add_loss, reconstruction by loss", mixed=True)
-def test_vae_add_loss():
+@entry(FAMILY, "variational autoencoder: KL term by add_loss, reconstruction by loss", mixed=True)
+def vae_add_loss():
     inputs, reconstruction, x = _noisy_vae()
     return Case(
         keras.Model(inputs, reconstruction), x, x[0], loss="binary_crossentropy", micro_batches=4
     )
 
 
-@row(FAMILY, "variational autoencoder: both terms by add_loss, no y")
-def test_vae_add_loss_alone():
+@entry(FAMILY, "variational autoencoder: both terms by add_loss, no y")
+def vae_add_loss_alone():
     class Reconstruction(layers.Layer):
         def call(self, x, reconstruction):
             loss = ops.sum(keras.losses.binary_crossentropy(x, reconstruction), axis=(1, 2))
@@ -89,13 +89,13 @@ def test_vae_add_loss_alone():
     return Case(model, x, micro_batches=4)
 
 
-@row(
+@entry(
     FAMILY,
     "variational autoencoder: sampling by a SeedGenerator",
     note="Each micro-batch draws its own noise. Compared with a loop over micro-batches, without XLA, which "
     "draws other normal numbers from the same seed.",
 )
-def test_vae_sampling():
+def vae_sampling():
     images, z_mean, z_log_var = _encoder()
     z = Sampling()([z_mean, z_log_var])
     model = keras.Model(images, _decoder()(z))
@@ -133,8 +133,8 @@ class VAE(keras.Model):
         return reconstruction_loss + ops.mean(ops.sum(kl_loss, axis=1))
 
 
-@row(FAMILY, "variational autoencoder: overridden compute_loss, no y", mixed=True)
-def test_vae_compute_loss():
+@entry(FAMILY, "variational autoencoder: overridden compute_loss, no y", mixed=True)
+def vae_compute_loss():
     noise = np.random.default_rng(1).normal(size=(10, 2)).astype("float32")
     return Case(VAE(), [_images(10), noise], micro_batches=4)
 
@@ -159,13 +159,13 @@ class VAEWithTrainStep(VAE):
         return {"loss": self.total_loss_tracker.result()}
 
 
-@row(
+@entry(
     FAMILY,
     "variational autoencoder: overridden train_step",
     refused="train_step",
     why="Override `compute_loss`, or use `TrainStep`.",
 )
-def test_vae_train_step_refused():
+def vae_train_step_refused():
     noise = np.random.default_rng(1).normal(size=(8, 2)).astype("float32")
     return Case(VAEWithTrainStep(), [_images(8), noise])
 
@@ -182,8 +182,8 @@ def _by_hand(loss_fn, variables, optimizer, data):
     return float(loss)
 
 
-@row(FAMILY, "variational autoencoder: its train_step's loss by TrainStep")
-def test_vae_by_train_step():
+@entry(FAMILY, "variational autoencoder: its train_step's loss by TrainStep")
+def vae_by_train_step():
     model = VAEWithTrainStep()
     data = [tf.constant(_images(8)), tf.random.stateless_normal((8, 2), [0, 1])]
     model(data)
@@ -267,13 +267,13 @@ class GAN(keras.Model):
         return {"d_loss": self.d_loss_metric.result(), "g_loss": self.g_loss_metric.result()}
 
 
-@row(
+@entry(
     FAMILY,
     "DCGAN: overridden train_step and compile, two optimizers",
     refused="train_step",
     why="Use two `TrainStep`s, one for each objective.",
 )
-def test_gan_refused():
+def gan_refused():
     generator, discriminator = _gan(batch_norm=False)
     gan = GAN(discriminator, generator, 3)
     loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
@@ -287,8 +287,8 @@ def test_gan_refused():
     return Steps(gan.trainable_variables, ours, ours)
 
 
-@row(FAMILY, "DCGAN: two TrainSteps, one for each optimizer", quick=True)
-def test_gan():
+@entry(FAMILY, "DCGAN: two TrainSteps, one for each optimizer", quick=True)
+def gan_example():
     generator, discriminator = _gan(batch_norm=False)
     real = tf.constant(_images(12))
     noise = tf.random.stateless_normal((12, 3), [0, 1])
@@ -325,8 +325,8 @@ def test_gan():
     return Steps([*discriminator.trainable_variables, *generator.trainable_variables], ours, theirs)
 
 
-@row(FAMILY, "WGAN-GP: the critic's gradient penalty, a tape within TrainStep")
-def test_wgan_gp():
+@entry(FAMILY, "WGAN-GP: the critic's gradient penalty, a tape within TrainStep")
+def wgan_gp():
     critic = keras.Sequential(
         [
             layers.Input((8, 8, 1)),
@@ -398,8 +398,8 @@ class VectorQuantizer(layers.Layer):
         return ops.argmin(distances, axis=1)
 
 
-@row(FAMILY, "VQ-VAE: codebook and commitment losses by add_loss, straight-through estimator")
-def test_vq_vae():
+@entry(FAMILY, "VQ-VAE: codebook and commitment losses by add_loss, straight-through estimator")
+def vq_vae():
     inputs = keras.Input((8, 8, 1))
     encoded = layers.Conv2D(4, 1, padding="same")(
         layers.Conv2D(4, 3, activation="relu", strides=2, padding="same")(inputs)
@@ -431,8 +431,8 @@ class PixelConvLayer(layers.Layer):
         return self.conv(inputs)
 
 
-@row(FAMILY, "PixelCNN: masked convolutions that assign their kernel in call")
-def test_pixelcnn():
+@entry(FAMILY, "PixelCNN: masked convolutions that assign their kernel in call")
+def pixelcnn():
     inputs = keras.Input(shape=(8, 8, 1))
     x = PixelConvLayer(mask_type="A", filters=4, kernel_size=5, activation="relu", padding="same")(
         inputs
@@ -494,8 +494,8 @@ def _distiller():
     return Distiller(student=convnet(3), teacher=teacher)
 
 
-@row(FAMILY, "knowledge distillation: overridden compute_loss and compile", quick=True)
-def test_distillation():
+@entry(FAMILY, "knowledge distillation: overridden compute_loss and compile", quick=True)
+def distillation():
     distiller = _distiller()
     x, y = _images(10), np.arange(10) % 5
     distiller(x)
@@ -542,13 +542,13 @@ class OldDistiller(Distiller):
         return {"loss": loss}
 
 
-@row(
+@entry(
     FAMILY,
     "knowledge distillation: overridden train_step",
     refused="train_step",
     why="Override `compute_loss`, as the Keras 3 version of the example does.",
 )
-def test_distillation_train_step_refused():
+def distillation_train_step_refused():
     distiller = _distiller()
     old = OldDistiller(distiller.student, distiller.teacher)
     x, y = _images(8), np.arange(8) % 5
@@ -587,19 +587,19 @@ class SiameseModel(keras.Model):
         return ops.mean(ops.maximum(ap_distance - an_distance + self.margin, 0.0))
 
 
-@row(FAMILY, "siamese network with a triplet loss: compute_loss, no y")
-def test_siamese_triplet():
+@entry(FAMILY, "siamese network with a triplet loss: compute_loss, no y")
+def siamese_triplet():
     return Case(
         SiameseModel(_embedding_model()), [_images(10, s) for s in range(3)], micro_batches=4
     )
 
 
-@row(
+@entry(
     FAMILY,
     "siamese network with a triplet loss: distances as the output, a loss that ignores y",
     quick=True,
 )
-def test_siamese_distances():
+def siamese_distances():
     embedding = _embedding_model()
     anchor, positive, negative = (
         layers.Input((8, 8, 1), name=n) for n in ("anchor", "positive", "negative")
@@ -615,8 +615,8 @@ def test_siamese_distances():
     return Case(model, x, np.zeros((10, 1), "float32"), loss=triplet_loss, micro_batches=4)
 
 
-@row(FAMILY, "siamese network with a contrastive loss: a function of Keras's backend")
-def test_siamese_contrastive():
+@entry(FAMILY, "siamese network with a contrastive loss: a function of Keras's backend")
+def siamese_contrastive():
     embedding = _embedding_model()
     left, right = layers.Input((8, 8, 1)), layers.Input((8, 8, 1))
     distance = ops.sqrt(
@@ -658,12 +658,12 @@ class EmbeddingModel(keras.Model):
         )
 
 
-@row(
+@entry(
     FAMILY,
     "metric learning: anchors against all positives of the batch",
     note="The loss compares the rows of a micro-batch with each other. Compared with a loop over micro-batches.",
 )
-def test_metric_learning():
+def metric_learning():
     return Case(
         EmbeddingModel(_embedding_model()), [_images(8), _images(8, 1)], by_micro_batch=True
     )
@@ -683,12 +683,12 @@ class SimCLR(EmbeddingModel):
         return ops.mean(loss_1_2 + loss_2_1) / 2
 
 
-@row(
+@entry(
     FAMILY,
     "SimCLR: contrastive loss of two augmentations",
     note="The loss compares the rows of a micro-batch with each other. Compared with a loop over micro-batches.",
 )
-def test_simclr():
+def simclr():
     return Case(
         SimCLR(_embedding_model()),
         [_images(12), _images(12, 1)],
@@ -697,13 +697,13 @@ def test_simclr():
     )
 
 
-@row(
+@entry(
     FAMILY,
     "supervised contrastive learning: a Loss that overrides __call__ and compares rows",
     refused="__call__|returned shape",
     why="Override `compute_loss` for such a loss. It then compares the rows of each micro-batch.",
 )
-def test_supervised_contrastive():
+def supervised_contrastive():
     class SupervisedContrastiveLoss(keras.losses.Loss):
         def __init__(self, temperature=1, name=None):
             super().__init__(name=name)
@@ -723,12 +723,12 @@ def test_supervised_contrastive():
     return Case(_embedding_model(), _images(8), y, loss=SupervisedContrastiveLoss(0.05))
 
 
-@row(
+@entry(
     "keras.io: reinforcement learning",
     "actor-critic: an episode's returns by TrainStep",
     quick=True,
 )
-def test_actor_critic():
+def actor_critic():
     inputs = layers.Input(shape=(4,))
     common = layers.Dense(16, activation="relu")(inputs)
     model = keras.Model(
@@ -771,11 +771,11 @@ def test_actor_critic():
     return Steps(model.trainable_variables, ours, theirs)
 
 
-@row(
+@entry(
     "keras.io: reinforcement learning",
     "deep Q-learning: masked Q-values, Huber, clipnorm, by TrainStep",
 )
-def test_deep_q_learning():
+def deep_q_learning():
     def q_model():
         return keras.Sequential(
             [

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from zoo import Case, Steps, row
+from zoo import Case, Steps, entry
 
 import fastaccum as fa
 
@@ -30,8 +30,8 @@ def _inputs():
     return inputs | {name: keras.Input((), name=name, dtype="float32") for name in NUMBERS}
 
 
-@row(FAMILY, "wide, deep and cross network: a dict of features, sample weights", mixed=True)
-def test_wide_and_deep():
+@entry(FAMILY, "wide, deep and cross network: a dict of features, sample weights", mixed=True)
+def wide_and_deep():
     inputs = _inputs()
     embedded, numbers = _encoded(inputs)
     x0 = layers.concatenate([*embedded, *numbers])
@@ -58,8 +58,8 @@ def test_wide_and_deep():
     )
 
 
-@row(FAMILY, "TabTransformer: attention over embedded columns, sample weights", fused=True)
-def test_tab_transformer():
+@entry(FAMILY, "TabTransformer: attention over embedded columns, sample weights", fused=True)
+def tab_transformer():
     inputs = _inputs()
     embedded, numbers = _encoded(inputs, 8)
     encoded = ops.stack(embedded, axis=1)
@@ -108,8 +108,8 @@ def _feature_space():
     return feature_space, dataset, raw, y
 
 
-@row(FAMILY, "FeatureSpace in tf.data")
-def test_feature_space():
+@entry(FAMILY, "FeatureSpace in tf.data")
+def feature_space_example():
     feature_space, dataset, _, _ = _feature_space()
     x = layers.Dense(8, activation="relu")(feature_space.get_encoded_features())
     model = keras.Model(
@@ -132,8 +132,8 @@ def test_feature_space():
     return Steps(model.trainable_variables, ours, theirs)
 
 
-@row(FAMILY, "FeatureSpace in the model, with strings, jit_compile=False")
-def test_feature_space_in_the_model():
+@entry(FAMILY, "FeatureSpace in the model, with strings, jit_compile=False")
+def feature_space_in_the_model():
     feature_space, _, raw, y = _feature_space()
     x = layers.Dense(8, activation="relu")(feature_space.get_encoded_features())
     model = keras.Model(feature_space.get_inputs(), layers.Dense(1, activation="sigmoid")(x))
@@ -175,8 +175,8 @@ class GatedResidualNetwork(layers.Layer):
         return self.layer_norm(inputs + x)
 
 
-@row(FAMILY, "variable selection by gated residual networks: nested layers of one's own")
-def test_variable_selection():
+@entry(FAMILY, "variable selection by gated residual networks: nested layers of one's own")
+def variable_selection():
     class VariableSelection(layers.Layer):
         def __init__(self, num_features, units):
             super().__init__()
@@ -232,14 +232,14 @@ class NeuralDecisionTree(keras.Model):
         return ops.matmul(mu, keras.activations.softmax(self.pi))
 
 
-@row(
+@entry(
     FAMILY,
     "deep neural decision forest: models within a model",
     tolerance=1e-4,
     note="Keras updates an embedding's row once for each time that its id occurs, and rounds each time. Its "
     "step differs from float64 by 3e-5, ours by 2e-6.",
 )
-def test_decision_forest():
+def decision_forest():
     class NeuralDecisionForest(keras.Model):
         def __init__(self, num_trees, depth, num_features, used_features_rate, num_classes):
             super().__init__()
@@ -266,12 +266,12 @@ def test_decision_forest():
     return Case(model, x, y, loss=loss, metrics=metrics, micro_batches=4)
 
 
-@row(
+@entry(
     FAMILY,
     "collaborative filtering: a subclassed model, columns of one input, embeddings_regularizer",
     quick=True,
 )
-def test_collaborative_filtering():
+def collaborative_filtering():
     class RecommenderNet(keras.Model):
         def __init__(self, num_users, num_movies, embedding_size, **kwargs):
             super().__init__(**kwargs)
@@ -299,12 +299,12 @@ def test_collaborative_filtering():
     )
 
 
-@row(
+@entry(
     FAMILY,
     "collaborative filtering as in the example: tensordot over the rows of the batch",
     note="Its `tensordot(user, movie, 2)` sums over the rows of a batch. Compared with a loop over micro-batches.",
 )
-def test_collaborative_filtering_tensordot():
+def collaborative_filtering_tensordot():
     class RecommenderNet(keras.Model):
         def __init__(self):
             super().__init__()
@@ -329,8 +329,8 @@ def test_collaborative_filtering_tensordot():
     )
 
 
-@row(FAMILY, "imbalanced classification: class_weight, metrics of confusion")
-def test_imbalanced():
+@entry(FAMILY, "imbalanced classification: class_weight, metrics of confusion")
+def imbalanced():
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -403,11 +403,11 @@ class GNNNodeClassifier(keras.Model):
         return self.compute_logits(ops.take(x, input_node_indices, axis=0))
 
 
-@row(
+@entry(
     FAMILY,
     "graph neural network: the graph a property of the model, segment sums, node indices as x",
 )
-def test_gnn_citations():
+def gnn_citations():
     model = GNNNodeClassifier(_graph(), 3, 6, "sum")
     x, y = np.array([0, 3, 8, 1, 4, 4, 7]), np.arange(7) % 3
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -415,16 +415,16 @@ def test_gnn_citations():
     return Case(model, x, y, loss=loss, metrics=metrics, micro_batches=3)
 
 
-@row(FAMILY, "graph neural network: segment maxima")
-def test_gnn_max():
+@entry(FAMILY, "graph neural network: segment maxima")
+def gnn_max():
     model = GNNNodeClassifier(_graph(), 3, 6, "max")
     x, y = np.array([0, 3, 8, 1, 4, 4, 7, 2]), np.arange(8) % 3
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return Case(model, x, y, loss=loss, micro_batches=2)
 
 
-@row(FAMILY, "graph attention network: attention over the edges, softmax by segments")
-def test_gat():
+@entry(FAMILY, "graph attention network: attention over the edges, softmax by segments")
+def gat():
     class GraphAttention(layers.Layer):
         def __init__(self, units):
             super().__init__()
@@ -484,8 +484,8 @@ def test_gat():
     )
 
 
-@row(FAMILY, "message passing over molecules of fixed size: edge networks, GRU, masked mean")
-def test_message_passing():
+@entry(FAMILY, "message passing over molecules of fixed size: edge networks, GRU, masked mean")
+def message_passing():
     class EdgeNetwork(layers.Layer):
         def __init__(self, units, bonds):
             super().__init__()
@@ -527,13 +527,13 @@ def test_message_passing():
     return Case(model, x, y, loss=keras.losses.BinaryCrossentropy(), fit=fit, micro_batches=4)
 
 
-@row(
+@entry(
     FAMILY,
     "message passing as in the example: one graph of a whole batch, x with more rows than y",
     refused="have different numbers of rows",
     why="Make each molecule a row, padded to a fixed number of atoms, and flatten it within the model.",
 )
-def test_message_passing_merged_graphs():
+def message_passing_merged_graphs():
     atoms, indicator = (
         keras.Input((4,), name="atoms"),
         keras.Input((), dtype="int32", name="indicator"),
@@ -565,7 +565,7 @@ def _series(rows=10, length=12, features=3):
     return np.random.default_rng(0).normal(size=(rows, length, features)).astype("float32")
 
 
-@row(
+@entry(
     FAMILY,
     "time series classification: Transformer with Conv1D",
     tolerance=1e-4,
@@ -573,7 +573,7 @@ def _series(rows=10, length=12, features=3):
     "`jit_compile=True` differs from float64 by as much, 3e-5.",
     fused=True,
 )
-def test_timeseries_transformer():
+def timeseries_transformer():
     inputs = keras.Input((12, 3))
     x = layers.MultiHeadAttention(key_dim=4, num_heads=2)(inputs, inputs)
     res = layers.LayerNormalization(epsilon=1e-6)(x) + inputs
@@ -588,8 +588,8 @@ def test_timeseries_transformer():
     return Case(model, _series(), y, loss=loss, metrics=metrics, micro_batches=4)
 
 
-@row(FAMILY, "WaveNet: dilated causal convolutions with gates and skips")
-def test_wavenet():
+@entry(FAMILY, "WaveNet: dilated causal convolutions with gates and skips")
+def wavenet():
     inputs = keras.Input((12, 3))
     x, skips = layers.Conv1D(4, 1)(inputs), []
     for rate in (1, 2, 4):
@@ -613,8 +613,8 @@ def test_wavenet():
     )
 
 
-@row(FAMILY, "N-BEATS: backcast and forecast blocks in doubly residual stacks")
-def test_n_beats():
+@entry(FAMILY, "N-BEATS: backcast and forecast blocks in doubly residual stacks")
+def n_beats():
     class NBeatsBlock(layers.Layer):
         def __init__(self, n_neurons, input_size, horizon):
             super().__init__()
@@ -642,8 +642,8 @@ def test_n_beats():
     )
 
 
-@row(FAMILY, "weather forecasting: LSTM over windows of timeseries_dataset_from_array")
-def test_weather_forecasting():
+@entry(FAMILY, "weather forecasting: LSTM over windows of timeseries_dataset_from_array")
+def weather_forecasting():
     data = _series(1, 24, 3)[0]
     inputs = keras.layers.Input(shape=(6, 3))
     model = keras.Model(inputs, layers.Dense(1)(layers.LSTM(5)(inputs)))
@@ -664,8 +664,8 @@ def test_weather_forecasting():
     return Steps(model.trainable_variables, ours, theirs)
 
 
-@row(FAMILY, "traffic forecasting: graph convolution and LSTM, adjacency as a constant")
-def test_traffic_forecasting():
+@entry(FAMILY, "traffic forecasting: graph convolution and LSTM, adjacency as a constant")
+def traffic_forecasting():
     adjacency = ops.convert_to_tensor(
         (np.random.default_rng(0).random((4, 4)) > 0.5).astype("float32")
     )
@@ -689,8 +689,8 @@ def test_traffic_forecasting():
     )
 
 
-@row(FAMILY, "anomaly detection: Conv1D autoencoder, x is y")
-def test_anomaly_detection():
+@entry(FAMILY, "anomaly detection: Conv1D autoencoder, x is y")
+def anomaly_detection():
     model = keras.Sequential(
         [
             layers.Input((12, 3)),
@@ -703,8 +703,8 @@ def test_anomaly_detection():
     return Case(model, _series(), _series(), loss="mse", micro_batches=4)
 
 
-@row(FAMILY, "antirectifier: a layer of one's own with its kernel")
-def test_antirectifier():
+@entry(FAMILY, "antirectifier: a layer of one's own with its kernel")
+def antirectifier():
     class Antirectifier(layers.Layer):
         def __init__(self, initializer="he_normal", **kwargs):
             super().__init__(**kwargs)
@@ -731,8 +731,8 @@ def test_antirectifier():
     return Case(model, x, np.arange(10) % 4, loss=loss, metrics=metrics, micro_batches=4)
 
 
-@row(FAMILY, "node2vec: skip-grams, weights, a dot product of two embeddings")
-def test_node2vec():
+@entry(FAMILY, "node2vec: skip-grams, weights, a dot product of two embeddings")
+def node2vec():
     inputs = {"target": layers.Input((), dtype="int32"), "context": layers.Input((), dtype="int32")}
     embed = layers.Embedding(9, 5, embeddings_initializer="he_normal", embeddings_regularizer="l2")
     logits = layers.Dot(axes=1, normalize=False)(

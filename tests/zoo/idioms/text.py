@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from zoo import Case, Steps, row
+from zoo import Case, Steps, entry
 
 import fastaccum as fa
 
@@ -116,8 +116,10 @@ def _translator(vocabulary=17, length=6, embed_dim=8):
     )
 
 
-@row(FAMILY, "translation: sequence-to-sequence Transformer, padding masks", mixed=True, fused=True)
-def test_translation_transformer():
+@entry(
+    FAMILY, "translation: sequence-to-sequence Transformer, padding masks", mixed=True, fused=True
+)
+def translation_transformer():
     source, target = _padded_tokens(10, 6, 17), _padded_tokens(10, 7, 17, seed=1)
     x = {"encoder_inputs": source, "decoder_inputs": target[:, :-1]}
     return Case(
@@ -131,8 +133,8 @@ def test_translation_transformer():
     )
 
 
-@row(FAMILY, "text classification: bidirectional LSTM, mask_zero", mixed=True)
-def test_bidirectional_lstm():
+@entry(FAMILY, "text classification: bidirectional LSTM, mask_zero", mixed=True)
+def bidirectional_lstm():
     inputs = keras.Input(shape=(None,), dtype="int32")
     x = layers.Embedding(30, 8, mask_zero=True)(inputs)
     x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(x)
@@ -176,21 +178,21 @@ def _by_padded_batches(length):
     return Steps(model.trainable_variables, ours, theirs)
 
 
-@row(
+@entry(
     FAMILY,
     "text classification: padded_batch to the longest sentence of each micro-batch",
 )
-def test_padded_batches_of_other_lengths():
+def padded_batches_of_other_lengths():
     return _by_padded_batches(None)
 
 
-@row(FAMILY, "text classification: padded_batch to one length, bidirectional GRU, mask_zero")
-def test_padded_batches():
+@entry(FAMILY, "text classification: padded_batch to one length, bidirectional GRU, mask_zero")
+def padded_batches():
     return _by_padded_batches(9)
 
 
-@row(FAMILY, "text classification: Transformer block", mixed=True, fused=True)
-def test_transformer_block():
+@entry(FAMILY, "text classification: Transformer block", mixed=True, fused=True)
+def transformer_block():
     inputs = keras.Input(shape=(6,), dtype="int32")
     x = PositionalEmbedding(6, 20, 8)(inputs)
     x = TransformerEncoder(8, 8, 2)(x)
@@ -208,12 +210,12 @@ def test_transformer_block():
     )
 
 
-@row(
+@entry(
     FAMILY,
     "lstm_seq2seq: LSTM(return_state=True) into the decoder's initial_state, mask_zero on both "
     "sides",
 )
-def test_lstm_seq2seq():
+def lstm_seq2seq():
     encoder_inputs = keras.Input(shape=(None,), dtype="int32")
     encoded = layers.Embedding(11, 6, mask_zero=True)(encoder_inputs)
     _, state_h, state_c = layers.LSTM(5, return_state=True)(encoded)
@@ -235,8 +237,8 @@ def test_lstm_seq2seq():
     )
 
 
-@row(FAMILY, "addition_rnn: RepeatVector and TimeDistributed")
-def test_addition_rnn():
+@entry(FAMILY, "addition_rnn: RepeatVector and TimeDistributed")
+def addition_rnn():
     model = keras.Sequential(
         [
             layers.Input((5, 7)),
@@ -252,13 +254,13 @@ def test_addition_rnn():
     return Case(model, x, y, loss="categorical_crossentropy", metrics=["accuracy"], micro_batches=2)
 
 
-@row(
+@entry(
     FAMILY,
     "miniature GPT: outputs [logits, features], loss=[fn, None], one y",
     quick=True,
     fused=True,
 )
-def test_miniature_gpt():
+def miniature_gpt():
     inputs = keras.Input(shape=(5,), dtype="int32")
     x = PositionalEmbedding(5, 12, 8)(inputs)
     attention = layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True)
@@ -311,8 +313,8 @@ def _masked_language_model(model_class):
     return model_class(inputs, layers.Dense(14, activation="softmax")(x), name="masked_bert_model")
 
 
-@row(FAMILY, "masked language model: weights mark the masked tokens", mixed=True, fused=True)
-def test_masked_language_model():
+@entry(FAMILY, "masked language model: weights mark the masked tokens", mixed=True, fused=True)
+def masked_language_model():
     x, y, weight = _masked_language_data()
     loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
     return Case(
@@ -320,13 +322,13 @@ def test_masked_language_model():
     )
 
 
-@row(
+@entry(
     FAMILY,
     "token classification: a loss that returns sum(loss * mask) / sum(mask)",
     note="The ratio is that of each micro-batch, as a warning says. Compared with a loop over micro-batches.",
     fused=True,
 )
-def test_non_padding_token_loss():
+def non_padding_token_loss():
     class CustomNonPaddingTokenLoss(keras.losses.Loss):
         def __init__(self, name="custom_ner_loss"):
             super().__init__(name=name)
@@ -352,8 +354,8 @@ def _token_classifier(loss, **options):
     return Case(model, x, y, loss=loss, micro_batches=4, **options)
 
 
-@row(FAMILY, "token classification: the same with the mask as sample_weight", fused=True)
-def test_non_padding_token_weights():
+@entry(FAMILY, "token classification: the same with the mask as sample_weight", fused=True)
+def non_padding_token_weights():
     case = _token_classifier(
         keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
     )
@@ -361,8 +363,8 @@ def test_non_padding_token_weights():
     return case
 
 
-@row(FAMILY, "token classification: ignore_class=-100", fused=True)
-def test_ignore_class():
+@entry(FAMILY, "token classification: ignore_class=-100", fused=True)
+def ignore_class():
     case = _token_classifier(keras.losses.SparseCategoricalCrossentropy(ignore_class=-100))
     case.y = np.where(case.y == 0, -100, case.y)
     return case
@@ -391,8 +393,8 @@ def _text_cnn(inputs):
     return layers.Dense(1, activation="sigmoid", name="predictions")(x)
 
 
-@row(FAMILY, "text classification from scratch: TextVectorization in tf.data", quick=True)
-def test_vectorization_in_the_pipeline():
+@entry(FAMILY, "text classification from scratch: TextVectorization in tf.data", quick=True)
+def vectorization_in_the_pipeline():
     texts, labels = _sentences()
     vectorizer = _vectorizer()
     inputs = keras.Input(shape=(None,), dtype="int64")
@@ -426,21 +428,23 @@ def _end_to_end_text_model():
     return keras.Model(inputs, _text_cnn(_vectorizer()(inputs)))
 
 
-@row(
+@entry(
     FAMILY,
     "text classification from scratch: TextVectorization in the model",
     refused="TextVectorization",
     why="Refused with `jit_compile=True`, as here; the default trains the model without XLA.",
 )
-def test_vectorization_in_the_model():
+def vectorization_in_the_model():
     texts, labels = _sentences()
     return Case(
         _end_to_end_text_model(), tf.constant(texts)[:, None], labels, loss="binary_crossentropy"
     )
 
 
-@row(FAMILY, "text classification from scratch: TextVectorization in the model, jit_compile=False")
-def test_vectorization_in_the_model_without_xla():
+@entry(
+    FAMILY, "text classification from scratch: TextVectorization in the model, jit_compile=False"
+)
+def vectorization_in_the_model_without_xla():
     texts, labels = _sentences()
     return Case(
         _end_to_end_text_model(),
@@ -453,8 +457,8 @@ def test_vectorization_in_the_model_without_xla():
     )
 
 
-@row(FAMILY, "FNet encoder: Fourier transforms in place of attention")
-def test_fnet():
+@entry(FAMILY, "FNet encoder: Fourier transforms in place of attention")
+def fnet():
     class FNetEncoder(layers.Layer):
         def __init__(self, embed_dim, dense_dim, **kwargs):
             super().__init__(**kwargs)
@@ -542,13 +546,13 @@ class Switch(layers.Layer):
         return ops.reshape(combined, [batch_size, num_tokens_per_example, self.embed_dim])
 
 
-@row(
+@entry(
     FAMILY,
     "Switch Transformer: mixture of experts with a load-balancing add_loss",
     note="The experts' load and capacity depend on the micro-batch. Compared with a loop over micro-batches.",
     fused=True,
 )
-def test_switch_transformer():
+def switch_transformer():
     inputs = keras.Input(shape=(4,), dtype="int32")
     x = PositionalEmbedding(4, 20, 8)(inputs)
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 8)(x, x))
@@ -561,14 +565,14 @@ def test_switch_transformer():
     )
 
 
-@row(
+@entry(
     FAMILY,
     "babi memory network: attention over an embedded story, then an LSTM",
     tolerance=1e-4,
     note="Keras updates an embedding's row once for each time that its id occurs, and rounds each time. Its "
     "step differs from float64 by 3e-6, ours by 4e-8.",
 )
-def test_memory_network():
+def memory_network():
     story_maxlen, query_maxlen, vocab_size = 6, 3, 12
     input_sequence = keras.Input((story_maxlen,), dtype="int32")
     question = keras.Input((query_maxlen,), dtype="int32")
@@ -590,8 +594,8 @@ def test_memory_network():
     )
 
 
-@row(FAMILY, "pretrained word embeddings: a frozen Embedding under Conv1D")
-def test_pretrained_embeddings():
+@entry(FAMILY, "pretrained word embeddings: a frozen Embedding under Conv1D")
+def pretrained_embeddings():
     matrix = np.random.default_rng(0).normal(size=(15, 6)).astype("float32")
     embedding_layer = layers.Embedding(15, 6, trainable=False)
     embedding_layer.build((1,))
@@ -611,8 +615,8 @@ def test_pretrained_embeddings():
     )
 
 
-@row(FAMILY, "sentence embeddings: a shared encoder, cosine similarity of two sentences")
-def test_siamese_sentences():
+@entry(FAMILY, "sentence embeddings: a shared encoder, cosine similarity of two sentences")
+def siamese_sentences():
     inputs = keras.Input((6,), dtype="int32")
     h = layers.GlobalAveragePooling1D()(layers.Embedding(20, 8, mask_zero=True)(inputs))
     encoder = keras.Model(inputs, layers.UnitNormalization(axis=1)(layers.Dense(5)(h)))
@@ -624,8 +628,8 @@ def test_siamese_sentences():
     return Case(model, x, y, loss="mse", micro_batches=4)
 
 
-@row(FAMILY, "masked language model: compute_loss that sums weighted losses, compute_metrics")
-def test_masked_language_model_compute_loss():
+@entry(FAMILY, "masked language model: compute_loss that sums weighted losses, compute_metrics")
+def masked_language_model_compute_loss():
     x, y, weight = _masked_language_data()
     return Case(
         _masked_language_model(MaskedLanguageModel),
