@@ -78,12 +78,12 @@ def pytest_runtest_makereport(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
-    """Marks the tests of tf_keras's models as variants where Keras 3's models are tested alike.
+    """Marks the tests of tf_keras's models as slow where Keras 3's models are tested alike.
 
     CI runs the first of each file at every commit.
     """
     if hasattr(item, "callspec") and item.callspec.params.get("K") == "tf_keras":
-        item.add_marker("variant")
+        item.add_marker("slow")
         if item.path not in item.session.stash.setdefault(SAMPLED, set()):
             item.session.stash[SAMPLED].add(item.path)
             item.add_marker("sample")

@@ -35,7 +35,7 @@ def succeeds(code):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.sample
 @needs_addons
 def test_nothing_is_imported_before_it_is_used():
@@ -64,7 +64,7 @@ else:
 
 
 @needs_addons
-@pytest.mark.faults
+@pytest.mark.slow
 def test_who_asks_for_every_name_leaves_tf_keras_alone():
     succeeds("""
 import inspect, pydoc
@@ -80,7 +80,7 @@ assert fa.addons.__name__ == "fastaccum.addons" and "addons" in dir(fa)
 
 
 @needs_addons
-@pytest.mark.faults
+@pytest.mark.slow
 def test_keras_3_goes_on_beside_it(tmp_path):
     """A Keras 3 model made before, trained, saved and loaded after; tf.keras is tf_keras in every
     spelling.
@@ -127,7 +127,7 @@ LINE = 'import os; os.environ["TF_USE_LEGACY_KERAS"] = "1"'
 
 
 @needs_addons
-@pytest.mark.faults
+@pytest.mark.slow
 def test_tf_keras_bound_to_keras_3_before():
     """The error says the line to add, and leaves everything as it was."""
     succeeds(f"""
@@ -148,7 +148,7 @@ assert not {{"tensorflow_addons", "keras.src.engine"}} & (set(sys.modules) - mod
 
 
 @needs_addons
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["import keras", "os.environ['TF_USE_LEGACY_KERAS'] = '0'"])
 def test_tf_keras_is_bound_before_anything_is_used(before):
     """Binds tf_keras also if TensorFlow was imported before, as by Keras 3, or if the environment
@@ -165,7 +165,7 @@ assert "tensorflow_addons" not in sys.modules and os.environ["TF_USE_LEGACY_KERA
 
 
 @needs_addons
-@pytest.mark.faults
+@pytest.mark.slow
 def test_it_may_be_reloaded():
     """Reloads the module, as notebooks do that load changed modules again."""
     succeeds("""
@@ -180,7 +180,7 @@ assert importlib.reload(fastaccum.addons).optimizers is tensorflow_addons.optimi
 
 
 @needs_addons
-@pytest.mark.faults
+@pytest.mark.slow
 def test_tf_keras_bound_by_an_import():
     code = """
 from tensorflow.keras.layers import Dense
@@ -253,7 +253,7 @@ def test_the_guide_names_what_needs_a_compiled_operation():
 
 @needs_addons
 @pytest.mark.parametrize(
-    "name", ["triplet_semihard_loss", pytest.param("lifted_struct_loss", marks=pytest.mark.variant)]
+    "name", ["triplet_semihard_loss", pytest.param("lifted_struct_loss", marks=pytest.mark.slow)]
 )
 def test_losses_become_part_of_the_graph_that_calls_them(name):
     """Inlines losses: a tensor that a tf.function passes to its gradient is no constant for XLA,

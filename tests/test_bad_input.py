@@ -600,9 +600,9 @@ def with_one(array, value):
     [
         ("int64", 3),
         ("float32", -1),
-        pytest.param("uint8", 100, marks=pytest.mark.variant),  # each dtype is a program of its own
-        *(pytest.param("float32", value, marks=pytest.mark.variant) for value in (3, 100)),
-        *(pytest.param("int64", value, marks=pytest.mark.variant) for value in (100, -1)),
+        pytest.param("uint8", 100, marks=pytest.mark.slow),  # each dtype is a program of its own
+        *(pytest.param("float32", value, marks=pytest.mark.slow) for value in (3, 100)),
+        *(pytest.param("int64", value, marks=pytest.mark.slow) for value in (100, -1)),
     ],
 )
 def test_labels_outside_the_classes(reader, value, dtype):
@@ -620,7 +620,7 @@ def test_labels_outside_the_classes(reader, value, dtype):
     reader.evaluate(IDS, LABELS.astype("float32"), batch_size=2, verbose=0)  # one error says it all
 
 
-@pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.variant), 2])
+@pytest.mark.parametrize("steps_per_execution", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_indices_out_of_range_without_xla(reader, steps_per_execution):
     """TensorFlow itself fails then, in the middle of a step."""
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -755,7 +755,7 @@ OP_UNKNOWN = r"XLA cannot compile this.* in culprit \(Lambda\).*dataset.map.*jit
 
 
 @pytest.mark.parametrize(
-    "function", [through_text, pytest.param(through_a_count, marks=pytest.mark.variant)]
+    "function", [through_text, pytest.param(through_a_count, marks=pytest.mark.slow)]
 )
 def test_a_layer_with_an_op_that_xla_has_not_is_named(function):
     inputs = keras.Input((4,))
@@ -1349,9 +1349,9 @@ def test_a_class_weight_for_no_class(loss, y):
     ("dtype", "offset"),
     [
         ("uint64", 2**32),
-        pytest.param("uint64", 2**62, marks=pytest.mark.variant),
+        pytest.param("uint64", 2**62, marks=pytest.mark.slow),
         *(
-            pytest.param("int64", offset, marks=pytest.mark.variant)
+            pytest.param("int64", offset, marks=pytest.mark.slow)
             for offset in (2**32, 2**40, 2**62)
         ),
     ],

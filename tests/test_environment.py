@@ -53,7 +53,7 @@ def test_nothing_is_set_once_tensorflow_is_imported():
 
 
 @pytest.mark.sample
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.machine() not in ("x86_64", "AMD64"), reason="TensorFlow's default is left as it is"
 )
@@ -63,7 +63,7 @@ def test_onednn_is_on_unless_the_user_turned_it_off():
 
 
 @pytest.mark.sample
-@pytest.mark.faults
+@pytest.mark.slow
 def test_errors_are_raised_and_log_lines_of_tensorflow_are_hidden():
     ended = run(XLA_ERROR)
     shown = ended.stderr.partition("imported\n")[2]

@@ -51,7 +51,7 @@ def exported():
 # XLA would time both on a device, and take the faster for each matmul.
 @pytest.fixture(
     scope="module",
-    params=[True, pytest.param(False, marks=pytest.mark.golden)],
+    params=[True, pytest.param(False, marks=pytest.mark.slow)],
     ids=["triton", "cublas"],
 )
 def gpt(exported, request):
@@ -116,7 +116,7 @@ def test_weights_are_rounded_and_positions_turned_to_angles_before_the_loop(gpt)
     assert {each.times for each in program.values if each.opcode in ("cosine", "sine")} == {1}
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "loops"), [("auto", 0), (["projection", "attention"], 2)])
 def test_the_form_of_the_large_presets_adds_in_place(policy, loops):
     """A fusion for each layer reads its part of the accumulators and writes it, with a loop over
@@ -148,7 +148,7 @@ def test_the_form_of_the_large_presets_adds_in_place(policy, loops):
     assert not program.count("conditional", "infeed", "outfeed", "send", "recv")
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_plain_autodiff_rounds_weight_gradients_to_float16():
     exported, kernels = export_gpt(fp32_weight_gradients=False)
     found = list(compile_gpt(exported).weight_gradients(kernels))

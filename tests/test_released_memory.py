@@ -71,7 +71,7 @@ def layers(kind):
     [
         "LayerStack",
         "fit with all",
-        *(pytest.param(k, marks=pytest.mark.variant) for k in ("XLA", "float16")),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("XLA", "float16")),
     ],
 )
 def test_a_trainer_is_let_go_with_model_programs_and_graphs(kind, tmp_path):

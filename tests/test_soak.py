@@ -146,7 +146,7 @@ def test_nothing_piles_up_in_a_short_run(tmp_path):
     assert_nothing_piles_up(first, last, done[-1] - done[0])
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # pytest keeps each
 def test_memory_is_flat_over_ten_thousand_steps(tmp_path, capsys):
     done, memory, first, last = soak(12_000, tmp_path)
@@ -167,7 +167,7 @@ def test_memory_is_flat_over_ten_thousand_steps(tmp_path, capsys):
     assert growth < 5.0
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_new_model_costs_no_more_than_in_keras(capsys):
     """XLA's programs are never freed; all else is. Side by side, so that both have the same
     machine.

@@ -483,7 +483,7 @@ def test_two_traces_with_batch_statistics(K):
     assert updates(trainer) == 2 * STEPS
 
 
-@pytest.mark.parametrize("steps_per_execution", [3, pytest.param(8, marks=pytest.mark.variant)])
+@pytest.mark.parametrize("steps_per_execution", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_steps_per_execution_changes_no_weight(K, trainer, steps_per_execution):
     """3 does not divide the 4 steps of an epoch, and 8 is more than all of them."""
     expected = fit(trainer, epochs=2)

@@ -45,9 +45,9 @@ def test_takes_fewer_positions_than_its_context(model, ids_BT):
     np.testing.assert_allclose(whole[:, :5], part, atol=2e-6)
 
 
-@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.variant), True])
+@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
-@pytest.mark.parametrize("changed", [pytest.param(1, marks=pytest.mark.variant), CONTEXT - 1])
+@pytest.mark.parametrize("changed", [pytest.param(1, marks=pytest.mark.slow), CONTEXT - 1])
 def test_a_later_token_leaves_earlier_logits_bit_equal(ids_BT, dtype, jit_compile, changed):
     forward = tf.function(small(dtype=dtype), jit_compile=jit_compile)
     other_BT = ids_BT.copy()
@@ -197,7 +197,7 @@ FORMS = {
 
 @pytest.mark.parametrize(
     "form",
-    [form if form == "all" else pytest.param(form, marks=pytest.mark.variant) for form in FORMS],
+    [form if form == "all" else pytest.param(form, marks=pytest.mark.slow) for form in FORMS],
 )
 def test_every_form_is_causal_trains_saves_and_loads(tmp_path, ids_BT, form):
     keras.utils.set_random_seed(7)

@@ -508,7 +508,7 @@ def test_values_that_are_set_in_late_logs_stay():
     assert logs == {"loss": 7.0, "skipped_steps": 2, "mine": 1.0}
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_hooks_of_tf_keras_may_name_their_argument_as_they_like():
     import tf_keras
 

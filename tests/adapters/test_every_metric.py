@@ -285,7 +285,7 @@ def test_on_tokens(K):
     assert not faults(K, rank=3)
 
 
-@pytest.mark.fuzz
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You are passing weight as `float`")
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
 def test_on_outputs_of_each_rank(K, rank):

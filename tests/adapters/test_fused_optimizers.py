@@ -33,7 +33,7 @@ FIRST = {"Adam", "Muon", "Lamb", "Lookahead", "SWA", "tf_keras SGD", "legacy Ada
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.variant) for n in NAMED]
+    "name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in NAMED]
 )
 def test_four_micro_batches_are_one_full_batch(name):
     fused, reference = make_model(), make_model()

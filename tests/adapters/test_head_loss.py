@@ -59,7 +59,7 @@ def make_weights(kind, rows):
 @pytest.mark.parametrize(
     ("dtype", "reduction", "weights"),
     [
-        pytest.param("float32", "sum_over_batch_size", "rows", marks=pytest.mark.variant),
+        pytest.param("float32", "sum_over_batch_size", "rows", marks=pytest.mark.slow),
         ("float32", "mean_with_sample_weight", "tokens"),
         ("mixed_float16", "sum", "none"),
     ],
@@ -212,7 +212,7 @@ def test_a_tied_head_of_one_of_several_outputs():
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=pytest.mark.variant), "mixed_bfloat16"]
+    "dtype", [pytest.param("float32", marks=pytest.mark.slow), "mixed_bfloat16"]
 )
 def test_a_step_as_on_a_gpu_is_that_of_keras_own_loss(dtype, monkeypatch):
     """Losses and gradients in one pass, the head a table by rows, with masks, sample weights and
@@ -271,10 +271,10 @@ def reversible(layer, dtype, **options):
     [
         (True, "float32", False),
         (False, "mixed_bfloat16", True),
-        pytest.param(True, "float32", True, marks=pytest.mark.variant),
-        pytest.param(False, "float32", False, marks=pytest.mark.variant),
-        pytest.param(False, "float32", True, marks=pytest.mark.variant),
-        pytest.param(False, "mixed_bfloat16", False, marks=pytest.mark.variant),
+        pytest.param(True, "float32", True, marks=pytest.mark.slow),
+        pytest.param(False, "float32", False, marks=pytest.mark.slow),
+        pytest.param(False, "float32", True, marks=pytest.mark.slow),
+        pytest.param(False, "mixed_bfloat16", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_soft_cap(tie_weights, dtype, on_a_gpu, monkeypatch):

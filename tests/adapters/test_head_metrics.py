@@ -125,7 +125,7 @@ def weights_of(kind):
     [
         ("tokens", True),
         *(
-            pytest.param(*case, marks=pytest.mark.variant)
+            pytest.param(*case, marks=pytest.mark.slow)
             for case in (("rows", True), ("none", False))
         ),
     ],
@@ -143,7 +143,7 @@ def test_masked_tokens_do_not_count():
     check(make_model(mask_zero=True), x, y, weights_of("rows"), counted=x != 0, jit_compile=False)
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 @pytest.mark.sample
 def test_those_of_a_step_as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(cross_entropy, "_is_small", lambda head, chunk_size: False)
@@ -161,7 +161,7 @@ def test_those_of_a_step_as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)]
+    "dtype", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)]
 )
 def test_those_of_a_causal_lm_of_keras_hub(dtype):
     """Uses the weights that its preprocessor makes, in which padding weighs 0."""

@@ -441,7 +441,7 @@ def test_metrics_of_tf_keras_log_what_tf_keras_logs(masked):
         )
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("keras", "tf_keras"), ("tf_keras", "keras")], ids=" metric of ".join
 )

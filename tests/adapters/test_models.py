@@ -207,7 +207,7 @@ def test_an_activity_regulariser_becomes_an_added_loss_as_the_error_says():
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("jit_compile", [True, pytest.param(False, marks=pytest.mark.variant)])
+@pytest.mark.parametrize("jit_compile", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_tf_keras_model_trains_as_tf_keras_trains_it(tf_keras, jit_compile):
     own, model = (legacy(tf_keras, tf_keras.layers.Dense(4, "tanh")) for _ in range(2))
     own.compile(tf_keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
@@ -315,7 +315,7 @@ class Tied(keras.Model):
 
 
 @pytest.mark.parametrize(
-    "policy", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.variant)]
+    "policy", ["float32", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", ["images", "tied", "tied, head left out"])
 def test_replaced_layers_take_their_arguments_by_keyword(name, policy):

@@ -93,7 +93,7 @@ OF_TF_KERAS = [n for n in TF_KERAS if n not in ("tf_keras Adam, EMA", "legacy Ad
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.variant if name in OF_TF_KERAS else ()) for name in ALL],
+    [pytest.param(name, marks=pytest.mark.slow if name in OF_TF_KERAS else ()) for name in ALL],
 )
 def test_an_update_equals_the_optimizers_own_and_a_skip_leaves_every_bit(name):
     ours, theirs = make_model().trainable_variables, make_model().trainable_variables

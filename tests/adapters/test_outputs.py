@@ -149,7 +149,7 @@ FIRST = {"dict of lists", "one list for tuples", "some of tuples", "by name"}
 
 
 @pytest.mark.parametrize(
-    "case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.variant) for c in NESTS]
+    "case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.slow) for c in NESTS]
 )
 def test_losses_and_targets_in_the_structure_of_the_outputs(K, case):
     outputs, y, loss = NESTS[case]

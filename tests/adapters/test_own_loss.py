@@ -81,7 +81,7 @@ def plus_kl(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
     return 0.5 * loss + tf.reduce_mean(y_pred**2)
 
 
-@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.variant), True])
+@pytest.mark.parametrize("jit_compile", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compute_loss_that_adds_to_the_compiled_one(family, jit_compile):
     error, history, logs = both(
         family,

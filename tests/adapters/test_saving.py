@@ -42,7 +42,7 @@ def models(tmp_path_factory):
     return made
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [

@@ -84,16 +84,16 @@ def require_equal(ours, expected):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-# What runs without `-m variant`, and what CI runs of the others.
+# What runs without `-m slow`, and what CI runs of the others.
 AT_EVERY_COMMIT = {"mse", "dice of the batch", "center", "a mean and a sum"}
 SAMPLE = {"yolo's sums by batch size", "yolo's sums by boolean_mask", "a mask within tf.function"}
 
 
 def with_marks(values, at_every_commit, sample=()):
-    """Marks values as variants, but for some; a `sample` of them for CI."""
+    """Marks values as slow, but for some; a `sample` of them for CI."""
     params = []
     for value in values:
-        marks = [] if value in at_every_commit else [pytest.mark.variant]
+        marks = [] if value in at_every_commit else [pytest.mark.slow]
         if value in sample:
             marks.append(pytest.mark.sample)
         params.append(pytest.param(value, marks=marks))
@@ -177,7 +177,7 @@ def masked_model():
 @pytest.mark.parametrize("reduction", with_marks(REDUCTIONS, ["sum"]))
 @pytest.mark.parametrize(
     "weights",
-    [np.repeat(WEIGHTS[:, None], 6, 1) / 8, pytest.param(None, marks=pytest.mark.variant)],
+    [np.repeat(WEIGHTS[:, None], 6, 1) / 8, pytest.param(None, marks=pytest.mark.slow)],
 )
 def test_a_mask_scales_the_batch_as_in_keras(reduction, weights):
     """The scalar has all tokens in it, as in Keras; under "sum" it is multiplied by the number that
@@ -212,7 +212,7 @@ def tokens_as_pair(y, p):
     ("name", "ratio", "pair"),
     [
         ("tokens", masked_cross_entropy, tokens_as_pair),
-        pytest.param("numbers", masked_mse, mask_as_pair, marks=pytest.mark.variant),
+        pytest.param("numbers", masked_mse, mask_as_pair, marks=pytest.mark.slow),
     ],
 )
 def test_a_pair_of_sums_is_the_quotient_over_the_whole_batch(name, ratio, pair, jit_compile):

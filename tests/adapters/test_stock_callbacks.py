@@ -376,7 +376,7 @@ def test_what_cannot_work_is_refused_before_training(sides):
     same(weights, ours.model.get_weights())
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_a_profile_holds_the_chosen_steps_under_readable_names(sides, tmp_path):
     K, *_ = sides
     model = K.Sequential(

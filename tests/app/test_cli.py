@@ -71,7 +71,7 @@ def held_out_bits(folder):
     ) / math.log(2)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source):
     options = ["--steps", "8", "--batch-size", "2", "--accum", "3", "--lr", "0.01", "--seed", "7"]
     process = start(["train", source, *options, "--out", "run"], tmp_path)
@@ -106,7 +106,7 @@ def test_a_short_run_leaves_a_folder_that_holds_what_it_printed(tmp_path, source
     assert len(printed.split("sample", 1)[1]) > 400
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_ctrl_c_saves_what_was_learned(tmp_path, source):
     has_addons = importlib.util.find_spec("tensorflow_addons") is not None
     optimizer = "tfa:LAMB" if has_addons else "lamb"
@@ -161,7 +161,7 @@ def what_was_learned(folder):
     return {"tensors": tensors, "rows": (folder / "metrics.csv").read_bytes()}
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
     """SIGKILL, Ctrl-C, then SIGTERM, each in mid-run; the last row is short. What goes on takes
     compiled programs from the cache, as runs do unless they are told otherwise.
@@ -349,7 +349,7 @@ def rewrite(run, **values):
     (run / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
     """Whatever of them config.json is made to say: the checkpoint knows those that it was made
     with.
@@ -518,7 +518,7 @@ def test_version(capsys):
 @pytest.mark.parametrize(
     ("arguments", "seconds"), [(["-c", "import fastaccum"], 0.2), (["-m", "fastaccum", "-h"], 0.3)]
 )
-@pytest.mark.faults
+@pytest.mark.slow
 def test_what_needs_no_tensorflow_is_quick(arguments, seconds):
     times = []
     for _ in range(5):
@@ -539,7 +539,7 @@ def run(tmp_path, monkeypatch):
     return path
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_model_continues_a_text(run, capsys):
     texts = []
     for _ in range(2):
@@ -590,7 +590,7 @@ def test_a_model_that_cannot_continue_a_text(run, capsys):
     )
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_output_that_nobody_reads_ends_the_command():
     """Ends with code 1 and no traceback if the reader is gone, as after `| head`."""
     reader, writer = os.pipe()

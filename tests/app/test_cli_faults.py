@@ -17,7 +17,7 @@ import keras
 import pytest
 import small_disk
 
-pytestmark = [pytest.mark.long, pytest.mark.faults]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 TEXT = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % i for i in range(400))
 TINY = ("--batch-size", "1", "--accum", "1", "--checkpoint-every", "10")

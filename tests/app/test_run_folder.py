@@ -82,7 +82,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_not_resumed(tmp_path, monkeypatch, capsys):
     """Refuses a run whose checkpoints' folder `fit` holds, even if it has only begun."""
     monkeypatch.chdir(tmp_path)

@@ -75,7 +75,7 @@ def result_of(name, run=None, skipped=()):
     )
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_one_suite_of_the_real_ones(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "compile", "--quick", "--out", tmp_path / "out"],
@@ -107,7 +107,7 @@ def test_one_suite_of_the_real_ones(tmp_path):
     assert "Left out: " in text and "weight_gradients." in text
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_quick_trims_the_workloads_and_series_become_a_chart(tmp_path, capsys):
     folder = folder_of(
         tmp_path,
@@ -152,7 +152,7 @@ def test_quick_trims_the_workloads_and_series_become_a_chart(tmp_path, capsys):
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_what_fails_and_what_is_skipped_is_named(tmp_path, capsys):
     folder = folder_of(
         tmp_path,

@@ -16,7 +16,7 @@ def kept(name):
     return json.loads((golden.FOLDER / f"{name}.json").read_text())
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -34,7 +34,7 @@ def test_the_compiled_program_is_as_described(name):
     )
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_float16_costs_no_more_than_bfloat16():
     float16 = summary.of(programs.gpt(programs.Gpt(layers=2, dtype="float16")))
     assert float16["predicted ms"] <= 1.02 * kept("gpt")["predicted ms"]

@@ -16,7 +16,7 @@ from benchmarks.gpu import __main__ as runner
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = "check-float16-blockwise"
-pytestmark = pytest.mark.faults
+pytestmark = pytest.mark.slow
 
 
 def command(module, *arguments):

@@ -81,7 +81,7 @@ def test_the_part_that_a_kernel_belongs_to(each, part):
     assert beside_jax.part(each, {9 * 64 * 64}) == part
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.sample
 def test_the_command_compares_a_tiny_model_with_jax(capfd):
     pytest.importorskip("jax", reason='a peer is JAX: pip install "fastaccum[bench]"')
@@ -104,7 +104,7 @@ def test_the_command_compares_a_tiny_model_with_jax(capfd):
         assert int(launches.replace(",", "")) and int(their_launches.replace(",", "")), part
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_only_kernels_of_several_pixels_have_their_gradient_from_float32_copies():
     """The tiny model has a convolution of 3 x 3 and one of 1 x 1 pixels, whose gradient is a
     product of halves.
@@ -137,7 +137,7 @@ np.savez(sys.argv[1], loss=loss, **{f"weight {i}": weight for i, weight in enume
 """
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_jax_trains_the_same_model_by_the_same_update(tmp_path):
     """One update in float32, on a CPU: losses, weights and BatchNorm's statistics are ours."""
     pytest.importorskip("jax", reason='a peer is JAX: pip install "fastaccum[bench]"')

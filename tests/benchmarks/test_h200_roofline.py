@@ -346,7 +346,7 @@ def test_the_arithmetic_of_a_gpt_by_hand():
     assert options.flops == 3 * 2 * tokens * parameters + 3 * 2 * (2 * scores * 256)
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 def test_flops_of_a_step_are_those_that_xla_counts(stacked):
     """XLA counts a loop's body once, and elementwise arithmetic too."""

@@ -8,7 +8,7 @@ from benchmarks.memory.models import CASES
 from benchmarks.memory.plan import CHOICES, COMPILATIONS, planned
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("KerasHub")])
 def test_the_choice_is_the_largest_that_fits(name):
     for row in planned(CASES[name], CHOICES[1:2]):

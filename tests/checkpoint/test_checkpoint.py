@@ -237,7 +237,7 @@ def test_damaged_checkpoint_is_passed_over(run, tmp_path, damage):
     assert store.latest(tmp_path).step == STEPS
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_every_flipped_byte_and_every_length_is_seen(run, tmp_path):
     """Flips bytes of the tensors and their index.
 
@@ -531,7 +531,7 @@ def fit_with_small_files(folder):
         )
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_files_over_the_limit(run, tmp_path):
     run.begin(tmp_path)
     assert in_child(fit_with_small_files, tmp_path) == 7
@@ -569,14 +569,14 @@ def terminated(folder, times):
     fit(make(), folder, callbacks=callbacks)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_sigterm_ends_the_process_with_143(run, tmp_path):
     run.begin(tmp_path)
     assert in_child(terminated, tmp_path, 1) == 143
     run.goes_on(tmp_path)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_second_sigterm_kills_at_once(run, tmp_path):
     run.begin(tmp_path)
     assert in_child(terminated, tmp_path, 2) == -signal.SIGTERM

@@ -24,7 +24,7 @@ from resuming import Interruption, Stateless, StopAfter, bits, scramble
 import fastaccum as fa
 from fastaccum.checkpoint import lock, store
 
-pytestmark = [pytest.mark.long, pytest.mark.faults]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)

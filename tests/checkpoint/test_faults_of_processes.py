@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from fastaccum.checkpoint import store
 
-pytestmark = [pytest.mark.long, pytest.mark.faults]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 EPOCHS = 2
 STARTING, ENDING = 200, 100  # seconds, on a machine that has much else to do

@@ -12,7 +12,7 @@ import pytest
 
 from fastaccum.checkpoint import store
 
-pytestmark = [pytest.mark.long, pytest.mark.faults]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 KILLS_OF_A_TRAINING = 5
 # Within a save, in the order in which they come: the hidden folder, the files read back and

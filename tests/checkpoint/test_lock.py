@@ -112,7 +112,7 @@ def hold(path, ready, fork):
         time.sleep(60)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a forked child"])
 def test_another_process_is_named_and_its_death_frees_the_folder(trainer, tmp_path, fork):
     context = multiprocessing.get_context("forkserver")
@@ -181,7 +181,7 @@ def without_locks(folder, answers):
     answers.put([str(each.message) for each in caught])
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_file_system_without_locks_is_told(tmp_path):
     context = multiprocessing.get_context("forkserver")
     answers = context.Queue()

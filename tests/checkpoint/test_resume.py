@@ -125,7 +125,7 @@ def test_metrics_that_make_variables_at_their_first_update(tmp_path):
 @pytest.mark.parametrize(
     "norm",
     [
-        pytest.param(False, marks=pytest.mark.variant, id="padded"),
+        pytest.param(False, marks=pytest.mark.slow, id="padded"),
         pytest.param(True, id="exact rows"),
     ],
 )
@@ -170,7 +170,7 @@ def averaging():
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lookahead, id="Lookahead(LAMB)", marks=pytest.mark.variant),
+        pytest.param(lookahead, id="Lookahead(LAMB)", marks=pytest.mark.slow),
         pytest.param(averaging, id="Adam with averages"),
     ],
 )
@@ -178,7 +178,7 @@ def test_optimizers(tmp_path, make):
     assert_same(make, drawn_anew(arrays), [3, 6], tmp_path, epochs=3)
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 @pytest.mark.sample
 def test_tf_keras_model(tmp_path):
     import tf_keras
@@ -241,28 +241,24 @@ def batches(*, seed=None, count=100, repeat=False, known=True):
     ("dataset", "options"),
     [
         pytest.param(lambda: batches(seed=3), {}, id="seeded"),
-        pytest.param(batches, {}, id="seeded by Keras", marks=pytest.mark.variant),
+        pytest.param(batches, {}, id="seeded by Keras", marks=pytest.mark.slow),
         pytest.param(
-            lambda: batches(known=False), {}, id="of unknown length", marks=pytest.mark.variant
+            lambda: batches(known=False), {}, id="of unknown length", marks=pytest.mark.slow
         ),
         pytest.param(lambda: batches(repeat=True), {"steps_per_epoch": 4}, id="endless"),
-        pytest.param(
-            batches, {"steps_per_epoch": 4}, id="several passes", marks=pytest.mark.variant
-        ),
+        pytest.param(batches, {"steps_per_epoch": 4}, id="several passes", marks=pytest.mark.slow),
         pytest.param(lambda: batches().cache(), {}, id="shuffled, then cached"),
-        pytest.param(
-            lambda: batches().shuffle(4), {}, id="shuffled twice", marks=pytest.mark.variant
-        ),
+        pytest.param(lambda: batches().shuffle(4), {}, id="shuffled twice", marks=pytest.mark.slow),
         pytest.param(
             lambda: batches().map(numpy_identity),
             {},
             id="with Python code in it",
-            marks=pytest.mark.variant,
+            marks=pytest.mark.slow,
         ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*cannot save the iterator.s state:RuntimeWarning")
-@pytest.mark.parametrize("per_execution", [pytest.param(1, marks=pytest.mark.variant), 2])
+@pytest.mark.parametrize("per_execution", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_datasets(tmp_path, dataset, options, per_execution):
     def data():
         # as a script would: TensorFlow draws the seeds of shuffles from it
@@ -293,7 +289,7 @@ def numpy_identity(x, y):
 
 
 @pytest.mark.parametrize(
-    "lengths", [[3, 4, 4, 4, 3, 3], pytest.param([3, 3, 4, 4, 3, 3], marks=pytest.mark.variant)]
+    "lengths", [[3, 4, 4, 4, 3, 3], pytest.param([3, 3, 4, 4, 3, 3], marks=pytest.mark.slow)]
 )
 def test_dataset_of_rows_of_varying_shape(tmp_path, lengths):
     """Steps that cannot share a dispatch wait for each other: what was read and not executed is
@@ -317,7 +313,7 @@ def test_dataset_of_rows_of_varying_shape(tmp_path, lengths):
     assert_same(make, data, [1, 2, 2], tmp_path, epochs=2)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_endless_batches_at_any_step():
     """A place is found again wherever TensorFlow has prefetched to: without a model, at each of 42
     steps.
@@ -371,7 +367,7 @@ class Windows(keras.utils.PyDataset):
         self.order = self.order[5:] + self.order[:5]
 
 
-@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.variant), True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_py_dataset(tmp_path, shuffle):
     options = {"epochs": 3, "shuffle": shuffle}
     assert_same(shared, drawn_anew(lambda: {"x": Windows()}), [2, 5], tmp_path, **options)
@@ -581,7 +577,7 @@ def test_a_lost_place_in_the_data_shows(tmp_path):
     [
         *["iteration", "velocity"],
         *(
-            pytest.param(x, marks=pytest.mark.variant)
+            pytest.param(x, marks=pytest.mark.slow)
             for x in ("good_steps", "loss_scale", "seed_generator", "skipped")
         ),
     ],
@@ -723,7 +719,7 @@ threading.Thread(target=work).start()
 """
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.sample
 def test_a_fit_in_a_thread_goes_on_and_saves_after_the_main_thread_has_ended(tmp_path):
     done = subprocess.run(

@@ -93,16 +93,16 @@ def whole(tmp_path_factory):
         ("arrays", 2, 24, 1),
         ("arrays", 5, 8, 3),  # at the end of an epoch
         ("arrays", 4, 4, 6),  # before a last step of four rows
-        pytest.param("arrays", 9, 3, 8, marks=pytest.mark.variant),
+        pytest.param("arrays", 9, 3, 8, marks=pytest.mark.slow),
         ("in_order", 1, 6, 4),
-        pytest.param("dataset", 2, 24, 1, marks=pytest.mark.variant),
-        pytest.param("dataset", 5, 8, 3, marks=pytest.mark.variant),
+        pytest.param("dataset", 2, 24, 1, marks=pytest.mark.slow),
+        pytest.param("dataset", 5, 8, 3, marks=pytest.mark.slow),
         ("dataset", 8, 4, 6),
         ("endless", 7, 6, 4),
         ("py_dataset", 3, 8, 3),
-        pytest.param("py_dataset", 5, 3, 8, marks=pytest.mark.variant),
+        pytest.param("py_dataset", 5, 3, 8, marks=pytest.mark.slow),
         ("generator", 3, 4, 6),
-        pytest.param("generator", 4, 24, 1, marks=pytest.mark.variant),
+        pytest.param("generator", 4, 24, 1, marks=pytest.mark.slow),
     ],
 )
 def test_pieces(whole, tmp_path, capsys, data, step, batch_size, accumulation):
@@ -267,7 +267,7 @@ class OfTwoInputs(keras.Model):
         lambda: keras.Sequential([keras.layers.Dense(1)]),
         pytest.param(
             lambda: keras.Sequential([KeepsItsShape(), keras.layers.Dense(1)]),
-            marks=pytest.mark.variant,
+            marks=pytest.mark.slow,
         ),
         OfTwoInputs,
         lambda: tf_keras.Sequential([tf_keras.layers.Dense(1)]),
@@ -512,7 +512,7 @@ def start(place, jobs):
     return contextlib.nullcontext()
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_replicas_and_workers(whole, tmp_path):
     """Moves a training from one device to 2 and 4 replicas and two workers, between these, to one
     replica, and back.

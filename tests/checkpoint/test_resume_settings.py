@@ -158,7 +158,7 @@ def by_hand(before, after, epochs, options=dict):
         *(pytest.param(change, dict, id=name) for name, change in CHANGES.items()),
         pytest.param(CHANGES["rate"], half, id="rate under a loss scale"),
         *(
-            pytest.param(change, dict, id=name, marks=pytest.mark.variant)
+            pytest.param(change, dict, id=name, marks=pytest.mark.slow)
             for name, change in OF_TF_KERAS.items()
         ),
     ],

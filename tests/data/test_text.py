@@ -157,11 +157,11 @@ def test_text_that_xla_cannot_hold_says_what_to_do():
         pytest.param(
             (TEXT.tolist(), Y.tolist()),
             False,
-            marks=[pytest.mark.variant, pytest.mark.sample],
+            marks=[pytest.mark.slow, pytest.mark.sample],
             id="lists",
         ),
         pytest.param(
-            (TEXT.tolist(),), False, marks=[pytest.mark.variant, pytest.mark.sample], id="x alone"
+            (TEXT.tolist(),), False, marks=[pytest.mark.slow, pytest.mark.sample], id="x alone"
         ),
         pytest.param((TEXT, Y, W), True, id="arrays"),
         pytest.param((dataset(TEXT, Y),), False, id="dataset"),

@@ -22,7 +22,7 @@ import fastaccum as fa
 from fastaccum.checkpoint import store
 from fastaccum.checkpoint.errors import CorruptCheckpointError
 
-pytestmark = [pytest.mark.long, pytest.mark.faults]
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 BOUND = 60  # seconds in which the others end; 1 measured for a killed process
 

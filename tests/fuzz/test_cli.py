@@ -23,7 +23,7 @@ from fastaccum import cli, transformer
 from fastaccum.app import options, train
 from fastaccum.app import run as app_run
 
-pytestmark = pytest.mark.fuzz
+pytestmark = pytest.mark.slow
 
 TEXT = b"".join(b"line %d: the quick brown fox jumps over the lazy dog\n" % i for i in range(400))
 LONG = "x" * 100_000

@@ -9,7 +9,7 @@ from random_calls import ANYTHING, Values, calls, codes, fuzz, integers, judge, 
 
 import fastaccum as fa
 
-pytestmark = pytest.mark.fuzz
+pytestmark = pytest.mark.slow
 
 SHAPES = codes("""
     [2, 128, 2, 4] | (2, 300, 2, 4) | tf.TensorShape([2, 9, 2, 4]) | np.array([2, 9, 2, 4])

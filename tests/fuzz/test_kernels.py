@@ -10,7 +10,7 @@ from random_calls import ANYTHING, Values, calls, code_of, codes, fuzz, integers
 
 import fastaccum as fa
 
-pytestmark = pytest.mark.fuzz
+pytestmark = pytest.mark.slow
 
 TOLERANCES = {"float64": 1e-10, "float32": 2e-4, "float16": 2e-2, "bfloat16": 1e-1}
 DTYPES = ("float32", "float32", "float16", "bfloat16")

@@ -11,7 +11,7 @@ from random_calls import ANYTHING, NAMES, Values, calls, codes, fuzz, judge, wit
 
 import fastaccum as fa
 
-pytestmark = pytest.mark.fuzz
+pytestmark = pytest.mark.slow
 
 NAMES |= {name: getattr(keras.layers, name) for name in dir(keras.layers) if name[0].isupper()}
 

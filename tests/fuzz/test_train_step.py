@@ -11,7 +11,7 @@ from random_calls import ANYTHING, NAMES, Values, calls, codes, fuzz, judge, num
 
 import fastaccum as fa
 
-pytestmark = pytest.mark.fuzz
+pytestmark = pytest.mark.slow
 
 KEPT = ("v", "w", "h", "d", "still", "i", "c", "free", "calls")
 

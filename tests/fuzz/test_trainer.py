@@ -27,7 +27,7 @@ from random_calls import (
 
 import fastaccum as fa
 
-pytestmark = [pytest.mark.fuzz, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 layers = keras.layers
 CLASSES = 3

@@ -18,7 +18,7 @@ from random_calls import codes, fuzz
 
 import fastaccum as fa
 
-pytestmark = [pytest.mark.fuzz, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
 

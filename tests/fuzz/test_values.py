@@ -10,7 +10,7 @@ from random_calls import ANYTHING, Values, calls, codes, fuzz, integers, judge, 
 
 import fastaccum as fa
 
-pytestmark = pytest.mark.fuzz
+pytestmark = pytest.mark.slow
 
 NAMES_OF_LAYERS = without("None", "'x'", "Text('x')", "np.str_('a')")
 

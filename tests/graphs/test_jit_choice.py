@@ -79,7 +79,7 @@ def chosen(trainer, x=X, y=Y, rows=8):
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in SMALL else pytest.param(name, marks=pytest.mark.variant)
+        name if name in SMALL else pytest.param(name, marks=pytest.mark.slow)
         for name in jit_forms.MODELS
     ],
 )

@@ -139,7 +139,7 @@ def test_the_power_of_the_rows_is_found(name):
     assert [o.power for o in step.objective.losses.outputs] == [power]
 
 
-variant = pytest.mark.variant
+variant = pytest.mark.slow
 SCALE = fa.DynamicLossScale(8.0)
 
 

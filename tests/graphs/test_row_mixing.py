@@ -233,7 +233,7 @@ def mixes_in_numbers(model, spec):
     return False
 
 
-OTHER_KINDS = [pytest.param(kind, marks=pytest.mark.variant) for kind in (sequential, Subclassed)]
+OTHER_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in (sequential, Subclassed)]
 
 
 @pytest.mark.parametrize("kind", [functional, *OTHER_KINDS])

@@ -1094,7 +1094,7 @@ def cases(checks, first, on_four, alone=()):
     two.
     """
     others = [name for name in checks if name not in (*first, *alone)]
-    runs = (2, first, ()), (2, others, pytest.mark.faults), (4, on_four, pytest.mark.faults)
+    runs = (2, first, ()), (2, others, pytest.mark.slow), (4, on_four, pytest.mark.slow)
     return [
         pytest.param(count, tuple(names), name, marks=marks, id=f"{count}-{name}")
         for count, names, marks in runs

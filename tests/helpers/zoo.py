@@ -126,7 +126,7 @@ class Entry:
         policies = ["float32"]
         if self.mixed:
             policies += MIXED
-        ways = [(policy, [pytest.mark.quick] if self.quick else []) for policy in policies]
+        ways = [(policy, [pytest.mark.sample] if self.quick else []) for policy in policies]
         if self.refused is None:
             ways.append(("remat", []))
         if self.fused:

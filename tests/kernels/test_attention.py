@@ -126,7 +126,7 @@ def assert_as_exact(got, reference, exact, tolerance):
         ("float32", False),
         ("float16", True),
         ("bfloat16", True),
-        pytest.param("float32", True, marks=pytest.mark.variant),
+        pytest.param("float32", True, marks=pytest.mark.slow),
     ],
 )
 def test_as_exact_as_the_reference(dtype, causal):
@@ -243,7 +243,7 @@ def drawn(rate, seed, batch=2, time=37, heads=4, implementation="blockwise"):
 
 @pytest.mark.parametrize(
     ("dtype", "segments"),
-    [("float32", None), ("float16", 3), pytest.param("bfloat16", 3, marks=pytest.mark.variant)],
+    [("float32", None), ("float16", 3), pytest.param("bfloat16", 3, marks=pytest.mark.slow)],
 )
 def test_dropout_is_that_of_float64_with_the_same_draw(dtype, segments):
     tensors, segment_ids = make(dtype, segments=segments)
@@ -281,7 +281,7 @@ def test_another_draw_for_the_gradient_is_seen():
     assert all(np.abs(a - b).max() > 0.1 for a, b in zip(got[1:], wrong[1:], strict=True))
 
 
-@pytest.mark.parametrize("rate", [0.1, pytest.param(0.5, marks=pytest.mark.variant)])
+@pytest.mark.parametrize("rate", [0.1, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_dropout_is_fair_and_independent(rate):
     """Checks that means and correlations over rows, heads, queries, keys and successive seeds lie
     within 5.5 standard deviations.
@@ -646,7 +646,7 @@ def test_padding_in_cudnns_mask(monkeypatch, causal):
         np.testing.assert_allclose(tf.cast(fused, tf.float32), exact, atol=6e-3)
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_cudnns_calls_are_jaxs():
     """Operands, results, their layouts and what XLA reads beside them. JAX also asks for the mask's
     gradient.
@@ -838,9 +838,9 @@ def test_auto_falls_back_if_cudnn_fails_on_the_device_and_warns_once():
     ("dtype", "time", "wrong"),
     [
         ("bfloat16", 32, {"causal": False}),
-        pytest.param("float16", 600, {"scale": 0.11}, marks=pytest.mark.golden),
-        pytest.param("bfloat16", 600, {"scale": 0.11}, marks=pytest.mark.golden),
-        pytest.param("float16", 1, {}, marks=pytest.mark.golden),
+        pytest.param("float16", 600, {"scale": 0.11}, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 600, {"scale": 0.11}, marks=pytest.mark.slow),
+        pytest.param("float16", 1, {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_trial_accepts_rounding_and_rejects_another_mask_or_scale(

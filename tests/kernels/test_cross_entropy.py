@@ -147,7 +147,7 @@ BASIC = {
 @pytest.mark.parametrize(
     ("dtype", "form"),
     [
-        pytest.param(dtype, form, marks=() if (dtype, form) in BASIC else pytest.mark.variant)
+        pytest.param(dtype, form, marks=() if (dtype, form) in BASIC else pytest.mark.slow)
         for dtype in TOLERANCES
         for form in FORMS
     ],
@@ -276,7 +276,7 @@ def test_the_weight_gradient_of_float16_is_not_rounded_to_float16():
 LARGE = {"shape": (8, 160), "vocabulary": 3000, "width": 48}
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.variant), "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float16"])
 def test_one_loop_each_way_and_no_logits(dtype):
     inputs, cotangent = make(dtype, **LARGE)
 
@@ -492,14 +492,14 @@ def test_an_ignored_token_has_no_part_in_the_sum_whatever_it_holds(implementatio
 # Implementations, with how the kernel lies and what cuts tokens and vocabulary unevenly.
 WAYS = [
     *(("reference", False, None), ("chunked", False, 32), ("one_pass", True, 32)),
-    pytest.param("chunked", True, 32, marks=pytest.mark.variant),
-    pytest.param("one_pass", False, 32, marks=pytest.mark.variant),
+    pytest.param("chunked", True, 32, marks=pytest.mark.slow),
+    pytest.param("one_pass", False, 32, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("jit_compile", [True, pytest.param(False, marks=pytest.mark.variant)])
+@pytest.mark.parametrize("jit_compile", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("implementation", "transposed", "chunk_size"), WAYS)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_scores_are_those_of_all_logits(dtype, implementation, transposed, chunk_size, jit_compile):
     """Labels' losses, best columns and ranks, next to the sum and the gradients that are there
     without scores too.

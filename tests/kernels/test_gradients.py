@@ -234,9 +234,9 @@ def test_when(loss, options, kind):
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param("float32", marks=pytest.mark.variant),
+        pytest.param("float32", marks=pytest.mark.slow),
         "mixed_float16",
-        pytest.param("mixed_bfloat16", marks=pytest.mark.variant),
+        pytest.param("mixed_bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_a_keras_model_under_any_policy_and_in_several_steps_of_one_program(

@@ -75,7 +75,7 @@ def test_a_weight_that_the_forward_pass_assigns_has_no_copy():
 @pytest.mark.parametrize(
     ("function", "x", "kernel_shape"),
     [
-        pytest.param(matmul_fp32_wgrad, X, [8, 5], marks=[pytest.mark.variant, pytest.mark.sample]),
+        pytest.param(matmul_fp32_wgrad, X, [8, 5], marks=[pytest.mark.slow, pytest.mark.sample]),
         (lambda *operands: einsum_fp32_wgrad("abc,dce->adbe", *operands), X, [2, 8, 3]),
         pytest.param(
             lambda x, *kernels: convolution_fp32_wgrad(
@@ -83,7 +83,7 @@ def test_a_weight_that_the_forward_pass_assigns_has_no_copy():
             ),
             X,
             [3, 8, 2],
-            marks=[pytest.mark.variant, pytest.mark.sample],
+            marks=[pytest.mark.slow, pytest.mark.sample],
         ),
     ],
 )

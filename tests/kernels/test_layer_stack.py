@@ -135,7 +135,7 @@ def test_starts_from_the_values_of_plain_layers(make_layer):
 
 CASES = [
     *((make_layer, "auto") for make_layer in BLOCKS),
-    pytest.param(random_block, "reference", marks=pytest.mark.variant),
+    pytest.param(random_block, "reference", marks=pytest.mark.slow),
 ]
 
 

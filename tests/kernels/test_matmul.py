@@ -554,8 +554,8 @@ def test_nothing_changes_in_float32():
 @pytest.mark.parametrize(
     "jit_compile",
     [
-        pytest.param(True, marks=[pytest.mark.variant, pytest.mark.sample]),
-        pytest.param(False, marks=pytest.mark.variant),
+        pytest.param(True, marks=[pytest.mark.slow, pytest.mark.sample]),
+        pytest.param(False, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_that_overflows_in_float16_is_taken(jit_compile):
@@ -574,7 +574,7 @@ def test_a_step_that_overflows_in_float16_is_taken(jit_compile):
         np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02 * np.abs(b).max())
 
 
-@pytest.mark.parametrize("switched_before", [pytest.param(True, marks=pytest.mark.variant), False])
+@pytest.mark.parametrize("switched_before", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_weight_gradients_of_convolutions_are_float32_and_nothing_is_computed_in_vain(
     switched_before,
 ):

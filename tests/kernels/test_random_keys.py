@@ -42,7 +42,7 @@ def draw():
 
 @pytest.mark.parametrize(
     "name",
-    ["dropout", *(pytest.param(n, marks=pytest.mark.variant) for n in DRAWS if n != "dropout")],
+    ["dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in DRAWS if n != "dropout")],
 )
 def test_the_same_numbers_are_drawn(name):
     ours, plain = hoist_prng_key()(DRAWS[name]), DRAWS[name]
@@ -86,7 +86,7 @@ def test_a_scope_is_of_one_thread_and_leaves_nothing_behind():
     thread.join()
 
 
-@pytest.mark.parametrize("api", [pytest.param("Trainer", marks=pytest.mark.variant), "TrainStep"])
+@pytest.mark.parametrize("api", [pytest.param("Trainer", marks=pytest.mark.slow), "TrainStep"])
 def test_a_training_draws_the_same_numbers(api, monkeypatch):
     x = np.random.default_rng(0).normal(size=(2, 4, 6)).astype("float32")
 

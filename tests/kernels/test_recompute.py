@@ -123,7 +123,7 @@ def test_a_stack_within():
 
 
 @pytest.mark.parametrize(
-    "dtype", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.golden)]
+    "dtype", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.slow)]
 )
 def test_in_mixed_precision(dtype):
     block = dense_block(dtype)
@@ -135,7 +135,7 @@ def test_in_mixed_precision(dtype):
 
 
 @pytest.mark.parametrize(
-    "policy", ["auto", pytest.param(["projection"], marks=pytest.mark.variant)], ids=str
+    "policy", ["auto", pytest.param(["projection"], marks=pytest.mark.slow)], ids=str
 )
 def test_policies(policy):
     block = dense_block()
@@ -421,7 +421,7 @@ def dropped(dtype):
     return [layers.Dense(D, dtype=dtype), layers.Dropout(0.3, dtype=dtype)]
 
 
-SLOW = pytest.param("mixed_float16", True, marks=pytest.mark.golden)
+SLOW = pytest.param("mixed_float16", True, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("dtype", "stacked"), [("float32", False), SLOW])
@@ -433,7 +433,7 @@ def test_a_trainer_makes_the_same_steps(dtype, stacked):
         np.testing.assert_allclose(found, expected, **tolerance)
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.sample
 def test_in_the_order_for_a_gpu_too(monkeypatch):
     """There blocks add to the accumulators themselves, one block after the other: shared weights
@@ -493,7 +493,7 @@ def compiled_chain(call):
     return h200.compile_for_h200(exported)
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_memory_of_a_chain_of_blocks_on_a_gpu(monkeypatch):
     """Recomputes one product for each block, the first, since nothing reads the second.
 
@@ -515,7 +515,7 @@ def test_memory_of_a_chain_of_blocks_on_a_gpu(monkeypatch):
     assert products[2] == products[0]
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_a_step_holds_no_more_than_the_inputs_of_blocks_on_a_gpu():
     """The gradient of each weight is added to its accumulator, in its matmul, before the block
     before begins.

@@ -147,13 +147,13 @@ def expected(case, left):
     ("case", "left"),
     [
         *((case, False) for case in CASES if case not in ("of all", "causal and padded")),
-        pytest.param("of all", False, marks=pytest.mark.variant),
-        pytest.param("causal and padded", False, marks=pytest.mark.variant),
+        pytest.param("of all", False, marks=pytest.mark.slow),
+        pytest.param("causal and padded", False, marks=pytest.mark.slow),
         ("causal and padded", True),
         ("a window, causal and padded", True),
-        pytest.param("a window to both sides, padded", True, marks=pytest.mark.variant),
-        pytest.param("padded", True, marks=pytest.mark.variant),
-        pytest.param("grouped queries, causal and padded", True, marks=pytest.mark.variant),
+        pytest.param("a window to both sides, padded", True, marks=pytest.mark.slow),
+        pytest.param("padded", True, marks=pytest.mark.slow),
+        pytest.param("grouped queries, causal and padded", True, marks=pytest.mark.slow),
     ],
 )
 def test_an_update_is_that_of_kerass_full_batch(case, left):
@@ -307,7 +307,7 @@ DROPOUT = {
 @pytest.mark.parametrize(
     "case",
     [
-        name if name == "causal and padded" else pytest.param(name, marks=pytest.mark.variant)
+        name if name == "causal and padded" else pytest.param(name, marks=pytest.mark.slow)
         for name in DROPOUT
     ],
 )
@@ -420,7 +420,7 @@ def test_the_own_attention_of_a_subclass_is_computed(monkeypatch, kind, choice):
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 
-@pytest.mark.parametrize("times", [24, pytest.param(528, marks=pytest.mark.variant)])
+@pytest.mark.parametrize("times", [24, pytest.param(528, marks=pytest.mark.slow)])
 def test_on_a_cpu_dropout_of_few_tokens_is_left_to_the_layer(monkeypatch, times):
     monkeypatch.setattr(adapter, "_SMALL_ON_CPU", 0)
     x, y = padded(times=times)
@@ -559,7 +559,7 @@ def test_another_comparison_of_documents_is_left_to_the_layer(monkeypatch, compa
     assert largest_difference(weights, whole) < 2e-7
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.sample
 def test_no_scores_of_all_tokens_are_held(monkeypatch):
     times, scores = 512, "512,512]"
@@ -581,7 +581,7 @@ def test_no_scores_of_all_tokens_are_held(monkeypatch):
     assert "attention, layers: 2" in str(fused)
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.parametrize(("mask_zero", "bias"), [(False, ""), (True, "ScaleBias")])
 def test_a_gpus_program_calls_cudnn_once_each_way(mask_zero, bias):
     """Compiles for an H200 and runs nothing.
@@ -600,7 +600,7 @@ def test_a_gpus_program_calls_cudnn_once_each_way(mask_zero, bias):
     assert set(re.findall(r'"mask_type": ?"(\w+)"', hlo)) == {"CAUSAL"}
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.parametrize("mask_zero", [False, True])
 @pytest.mark.parametrize(("policy", "forward"), [("nothing_saveable", 5), (["attention"], 3)])
 def test_recomputed_blocks_call_cudnn_on_a_gpu(policy, forward, mask_zero):

@@ -179,8 +179,8 @@ def require_equal(plain, recomputed, tolerance):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param("attended", "mixed_float16", marks=[pytest.mark.variant, pytest.mark.sample]),
-        pytest.param("subclassed", "float32", marks=[pytest.mark.variant, pytest.mark.sample]),
+        pytest.param("attended", "mixed_float16", marks=[pytest.mark.slow, pytest.mark.sample]),
+        pytest.param("subclassed", "float32", marks=[pytest.mark.slow, pytest.mark.sample]),
         ("convolved", "float32"),
     ],
 )
@@ -292,7 +292,7 @@ def are_equal(some, others):
 
 
 @pytest.mark.parametrize(
-    ("rate", "padded"), [pytest.param(0.0, False, marks=pytest.mark.variant), (0.3, True)], ids=str
+    ("rate", "padded"), [pytest.param(0.0, False, marks=pytest.mark.slow), (0.3, True)], ids=str
 )
 def test_attention_that_is_kept_changes_no_bit(rate, padded, monkeypatch):
     again = stepped("nothing_saveable", rate, padded)
@@ -354,8 +354,8 @@ def handed(flat):
     ("policy", "flat"),
     [
         (["attention"], False),
-        pytest.param("nothing_saveable", True, marks=pytest.mark.variant),
-        pytest.param("auto", False, marks=pytest.mark.variant),
+        pytest.param("nothing_saveable", True, marks=pytest.mark.slow),
+        pytest.param("auto", False, marks=pytest.mark.slow),
     ],
 )
 def test_a_mask_made_outside_of_the_blocks_is_read(policy, flat, monkeypatch):
@@ -601,7 +601,7 @@ def legacy(rate):
     return model
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 @pytest.mark.sample
 def test_blocks_of_tf_keras():
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")

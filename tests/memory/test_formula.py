@@ -53,7 +53,7 @@ def test_the_page_has_the_table_of_the_formula():
     assert formula.on_cards() in PAGE.read_text()
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", [formula.CASES[0], formula.Setting("124m", 8, "nothing_saveable")], ids=str
 )

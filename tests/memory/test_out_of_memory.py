@@ -89,7 +89,7 @@ def test_steps_that_clearly_fit_are_not_compiled_to_find_out(trainer, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "run", ["evaluate", pytest.param("train_step", marks=[pytest.mark.variant, pytest.mark.sample])]
+    "run", ["evaluate", pytest.param("train_step", marks=[pytest.mark.slow, pytest.mark.sample])]
 )
 def test_other_programs(trainer, monkeypatch, run):
     # less than the weights; of 7 rows only 1 divides them
@@ -215,7 +215,7 @@ def test_memory_that_runs_out_while_a_step_is_diagnosed_is_explained(monkeypatch
         trainer.fit(np.full((4, 2), np.inf, "float32"), np.zeros((4, 1)), batch_size=4, verbose=0)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("told", ["before", "at run time"])
 def test_a_limited_device(tmp_path, told):
     """TensorFlow's allocator has 64 MiB for a step that takes three times that; the check may be

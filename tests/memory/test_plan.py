@@ -132,7 +132,7 @@ def test_nothing_fits(planned, monkeypatch):
         assert each in str(raised.value)
 
 
-@pytest.mark.parametrize("data", ["arrays", pytest.param("dataset", marks=pytest.mark.golden)])
+@pytest.mark.parametrize("data", ["arrays", pytest.param("dataset", marks=pytest.mark.slow)])
 def test_auto_is_the_fit_with_what_it_chose(data, monkeypatch, capsys):
     monkeypatch.setenv("FASTACCUM_MEMORY_LIMIT", "1GiB")
     monkeypatch.setattr(planner, "candidates", lambda *_: [4, 8])
@@ -292,7 +292,7 @@ def test_replicas_must_divide_the_global_batch():
         planner.candidates(25, replicas=2)
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_recomputation_is_turned_on_where_nothing_fits_without():
     stacked = {"layers": 8, "stacked": True, "policy": "everything_saveable"}
     model = fa.gpt(vocabulary_size=16, width=8, heads=2, context=128, **stacked)

@@ -112,7 +112,7 @@ def test_the_table_has_the_figures(capsys):
     )
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 @pytest.mark.sample
 def test_recomputation_shows_in_flops_and_in_memory():
     def found(policy):
@@ -124,7 +124,7 @@ def test_recomputation_shows_in_flops_and_in_memory():
     assert again.memory.by_kind["activations"] < kept.memory.by_kind["activations"]
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_of_a_tf_keras_model():
     import tf_keras
 
@@ -156,7 +156,7 @@ def test_without_xla_there_is_nothing_to_read():
         summarized([keras.layers.Dense(4)], [8], [4], jit_compile=False)
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_of_a_gpts_program_for_an_h200():
     """Library calls count: cuBLAS's products and cuDNN's attention."""
     from jaxlib import xla_client

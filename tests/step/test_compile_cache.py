@@ -222,7 +222,7 @@ def cache(filled, tmp_path):
     return shutil.copytree(filled[0], tmp_path / "cache")
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_second_process_loads_what_the_first_compiled(plain, filled, cache):
     first = filled[1]
     second = ended(start(cache))
@@ -233,7 +233,7 @@ def test_a_second_process_loads_what_the_first_compiled(plain, filled, cache):
     assert len(entries(cache)) == 1
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_process_that_traces_something_before_compiles_again(filled, cache):
     """TensorFlow numbers the names in a trace, by which XLA finds a program."""
     changed = ended(start(cache, "import tensorflow as tf; tf.function(tf.exp)(1.0)"))
@@ -261,7 +261,7 @@ def run_script(script, folder):
     return subprocess.run(command, timeout=300, capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_what_replicas_compile_is_kept_too(tmp_path):
     files = []
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_what_replicas_compile_is_kept_too(tmp_path):
     assert files[0] == files[1]  # written once
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_an_error_of_a_damaged_entry_says_what_to_delete(cache):
     entry = entries(cache)[0]
     entry.write_bytes(entry.read_bytes()[:-1000])
@@ -281,7 +281,7 @@ def test_an_error_of_a_damaged_entry_says_what_to_delete(cache):
     assert f"Delete {entry.parent}, or set FASTACCUM_COMPILE_CACHE to nothing." in err
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_two_processes_at_once_and_one_that_is_killed(plain, tmp_path):
     pair = [start(tmp_path / "cache") for _ in range(2)]
     killed = start(tmp_path / "cache")
@@ -304,7 +304,7 @@ LATE = """
 """
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_a_trainer_that_comes_too_late_for_its_cache_is_refused(tmp_path):
     """The remedy of the error is what the other tests' processes do."""
     folder = str(tmp_path / "cache")
@@ -318,7 +318,7 @@ def test_a_trainer_that_comes_too_late_for_its_cache_is_refused(tmp_path):
     assert "is not used" not in unset.stderr
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_the_remedy_of_that_error_works_at_the_first_try(tmp_path):
     folder = str(tmp_path / "cache")
     early = LATE.replace("    import tensorflow\n", "").format(folder=folder)

@@ -89,7 +89,7 @@ def two_outputs():
 
 @pytest.mark.parametrize(
     "make",
-    [pytest.param(transformer, marks=[pytest.mark.variant, pytest.mark.sample]), two_outputs],
+    [pytest.param(transformer, marks=[pytest.mark.slow, pytest.mark.sample]), two_outputs],
 )
 def test_every_loop_has_a_known_trip_count_in_other_models_too(make):
     trainer, stack = make()

@@ -50,7 +50,7 @@ def of_formula(model, outputs, reduction):
 @pytest.mark.parametrize(
     "outputs",
     [
-        pytest.param(["one"], marks=[pytest.mark.variant, pytest.mark.sample], id="1"),
+        pytest.param(["one"], marks=[pytest.mark.slow, pytest.mark.sample], id="1"),
         pytest.param(["one", "two"], id="2"),
     ],
 )

@@ -202,10 +202,7 @@ LIKE_ANOTHER = (
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=pytest.mark.variant if case in LIKE_ANOTHER else ())
-        for case in CASES
-    ],
+    [pytest.param(case, marks=pytest.mark.slow if case in LIKE_ANOTHER else ()) for case in CASES],
 )
 def test_what_is_bad_is_named_and_nothing_moves(case):
     build, arrays, fragments = CASES[case]
@@ -231,10 +228,7 @@ def compiled():
     ("bad_step", "per_execution"),
     [
         *((0, 1), (3, 1), (0, 3), (1, 3)),
-        *(
-            pytest.param(*each, marks=pytest.mark.variant)
-            for each in ((1, 1), (2, 1), (2, 3), (3, 3))
-        ),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 1), (2, 1), (2, 3), (3, 3))),
     ],
 )
 def test_the_step_and_micro_batch_are_found_and_the_good_steps_before_are_kept(

@@ -163,7 +163,7 @@ QUICK = [
     "pooled",
     "normalized",
 ]
-ALL = [case if case in QUICK else pytest.param(case, marks=pytest.mark.variant) for case in CASES]
+ALL = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 
 
 def make(case):
@@ -236,7 +236,7 @@ def assert_as_by_hand(case, shapes, **options):
 @pytest.mark.parametrize(
     "shapes",
     [
-        pytest.param(SAME_ROWS, marks=pytest.mark.variant, id="same rows"),
+        pytest.param(SAME_ROWS, marks=pytest.mark.slow, id="same rows"),
         pytest.param(OTHER_ROWS, id="other"),
     ],
 )
@@ -252,7 +252,7 @@ def test_updates_are_those_of_a_loop_by_hand(case, shapes):
         "causal, weighted",
         "pooled",
         *(
-            pytest.param(case, marks=pytest.mark.variant)
+            pytest.param(case, marks=pytest.mark.slow)
             for case in ("classifier", "translator", "normalized")
         ),
     ],
@@ -443,7 +443,7 @@ def test_an_evaluation_is_that_of_all_rows():
     np.testing.assert_allclose(found["accuracy"], np.concatenate(right).mean(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("case", ["causal", pytest.param("tagger", marks=pytest.mark.variant)])
+@pytest.mark.parametrize("case", ["causal", pytest.param("tagger", marks=pytest.mark.slow)])
 def test_padding_does_not_count_in_metrics(case):
     metrics = ["accuracy", "sparse_top_k_categorical_accuracy"]
     _, history = trained(case, SAME_ROWS, metrics=metrics, jit_compile=True)

@@ -55,7 +55,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "end", "said"),
     [

@@ -227,7 +227,7 @@ def check_every_argument(found, least):
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(each, marks=pytest.mark.variant if each == "layers" else ()) for each in KINDS],
+    [pytest.param(each, marks=pytest.mark.slow if each == "layers" else ()) for each in KINDS],
 )
 def test_every_argument_is_seen(kind):
     check_every_argument(dict.fromkeys(classes(kind), kind), COUNTS[kind])
@@ -891,7 +891,7 @@ json.dump(made, open(sys.argv[1], "w"))
 """
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 def test_another_process_describes_the_same(tmp_path):
     """Describes without a seed: sets and dicts have another order, and addresses and random numbers
     differ.

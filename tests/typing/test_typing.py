@@ -37,7 +37,7 @@ def check(command, folder):
     return done.stdout
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [MYPY, PYRIGHT], ids=["mypy", "pyright"])
 def test_right_calls_pass_and_wrong_ones_are_reported(command, tmp_path):
     printed = check([*command, SCRIPTS / "correct.py", SCRIPTS / "wrong.py"], tmp_path)
@@ -60,7 +60,7 @@ def public():
                 yield f"{value.__module__}.{value.__qualname__}"
 
 
-@pytest.mark.faults
+@pytest.mark.slow
 @pytest.mark.sample
 def test_the_public_api_is_annotated(tmp_path):
     printed = check(

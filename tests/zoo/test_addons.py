@@ -827,7 +827,7 @@ PARTS = {
 
 
 @pytest.mark.zoo
-@pytest.mark.quick
+@pytest.mark.sample
 def test_every_public_class_has_a_row():
     modules = (
         getattr(tfa, name)

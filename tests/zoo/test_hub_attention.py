@@ -13,7 +13,7 @@ from fastaccum.kernels import attention
 from fastaccum.layers import attention as adapter
 
 hub = pytest.importorskip("keras_hub").models
-pytestmark = [pytest.mark.zoo, pytest.mark.quick]
+pytestmark = [pytest.mark.zoo, pytest.mark.sample]
 
 LENGTH, ROWS = 7, 8
 SIZES = {"vocabulary_size": 23, "num_layers": 2, "hidden_dim": 16, "intermediate_dim": 24}
@@ -200,7 +200,7 @@ def elements_of_pairs(name, flash_attention="auto"):
     )
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_no_scores_of_all_tokens_are_computed_on_a_gpu(name):
     """cuDNN reads a mask of two axes of tokens, of padding without an axis of heads, of dropout
@@ -210,7 +210,7 @@ def test_no_scores_of_all_tokens_are_computed_on_a_gpu(name):
     assert elements == 3 * (2 if "dropout" in name else 1) * times**2 and "dot" not in opcodes
 
 
-@pytest.mark.golden
+@pytest.mark.slow
 def test_scores_of_all_tokens_are_seen_where_attention_is_unfused():
     times, elements, opcodes = elements_of_pairs("Llama", False)
     assert elements == 3 * 2 * times**2 and "dot" in opcodes

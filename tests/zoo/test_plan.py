@@ -9,7 +9,7 @@ from benchmarks.memory.plan import CHOICES, COMPILATIONS, planned
 
 
 @pytest.mark.zoo
-@pytest.mark.quick
+@pytest.mark.sample
 def test_the_choice_is_the_largest_that_fits():
     pytest.importorskip("keras_hub")
     for row in planned(CASES["KerasHub GPT-2"], CHOICES[1:2]):
