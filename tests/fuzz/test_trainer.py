@@ -678,6 +678,7 @@ def test_an_option_that_is_set(name, data):
         return {option: repr(getattr(trainer, option)) for option in OPTIONS}
 
     before = options()
+    value_before = getattr(trainer, name)
 
     def check(_):
         assert {**options(), name: None} == {**before, name: None}
@@ -690,7 +691,8 @@ def test_an_option_that_is_set(name, data):
             lambda: (options(), bytes_of(trainer)),
         )
     finally:
-        trainer_and_start.cache_clear()
+        if options() != before:
+            setattr(trainer, name, value_before)
 
 
 # train_step
