@@ -57,6 +57,21 @@ def test_temporary_buffers_are_those_of_the_plan(memory):
     assert held == pytest.approx(found.analysis.temp_bytes, abs=2048)
 
 
+def test_a_buffer_is_alive_until_the_last_value_in_it_is_freed():
+    assignment = hlo_pb2.BufferAssignmentProto()
+    for value in (1, 2, 3, 4):
+        assignment.logical_buffers.add(id=value, size=100)
+    event = hlo_pb2.HeapSimulatorTrace.Event
+    events = assignment.heap_simulator_traces.add().events
+    events.add(kind=event.ALLOC, buffer_id=1)
+    events.add(kind=event.SHARE_WITH, buffer_id=2, share_with_canonical_id=1)
+    events.add(kind=event.FREE, buffer_id=1)
+    events.add(kind=event.ALLOC, buffer_id=3)  # the peak: the values 1 and 2 take 100 bytes
+    events.add(kind=event.FREE, buffer_id=2)
+    events.add(kind=event.ALLOC, buffer_id=4)
+    assert buffers._alive_at_peak(assignment) == {1: [1, 2], 3: [3]}
+
+
 def test_what_is_known_without_compiling_bounds_the_peak(memory):
     trainer, found = memory
     programs = trainer._step.trace(Dispatch((stacked(BATCH, 4),)))
