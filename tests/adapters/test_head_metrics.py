@@ -14,6 +14,9 @@ import fastaccum as fa
 from fastaccum.adapters import metrics as fa_metrics
 from fastaccum.kernels import cross_entropy
 
+# CI runs these at every commit, apart from README's command, since they take minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 # an extra, not imported here: it would choose Keras for all tests
 HAS_HUB = importlib.util.find_spec("keras_hub")
 

@@ -12,6 +12,9 @@ import tf_keras
 
 import fastaccum as fa
 
+# CI runs these at every commit, apart from README's command, since they take minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 RNG = np.random.default_rng(0)
 # two updates of three micro-batches of four rows, the last of two
 X = RNG.normal(size=(22, 5)).astype("float32")

@@ -21,6 +21,9 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import fastaccum as fa
 
+# CI runs these at every commit, apart from README's command, since they take minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype("float32")  # two steps of 8 rows
 Y = (X.sum(1, keepdims=True) + 1.0).astype("float32")

@@ -29,7 +29,8 @@ from fastaccum.data import source
 from fastaccum.data.stacks import Layout, Position
 from fastaccum.families import adapt_model
 
-pytestmark = pytest.mark.long
+# CI runs these at every commit, apart from README's command, since they take minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.sample, pytest.mark.long]
 
 # Relative to the largest number of each variable. Measured: 3e-7 for weights, 8e-6 for a momentum
 # that is almost 0.
@@ -203,7 +204,7 @@ def test_results_that_depend_on_the_pieces_are_warned_of(tmp_path):
     ]
     of_two = pieces.trainer(2, layers=layers)
     pieces.run(Job(str(tmp_path), "in_order", 10, 2, stop=1), of_two)
-    message = r"\(batch_size 20 x 1 instead of 10 x 2\), and 'masks', 'norm' depend on them: the results will differ"
+    message = r"\(batch_size 20 x 1 instead of 10 x 2\), which 'masks', 'norm' depend on: the numbers will not be"
     with pytest.warns(RuntimeWarning, match=message):
         assert (
             pieces.run(Job(str(tmp_path), "in_order", 20, 1), pieces.trainer(1, layers=layers))

@@ -15,7 +15,8 @@ from fastaccum.basics.attributes import raw
 from fastaccum.checkpoint import settings, store
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 
-pytestmark = pytest.mark.long
+# CI runs these at every commit, apart from README's command, since they take minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.sample, pytest.mark.long]
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)

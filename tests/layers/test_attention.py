@@ -15,7 +15,8 @@ from fastaccum.kernels import attention, private
 from fastaccum.layers import attention as adapter
 from fastaccum.layers.attention_masks import Mask, read_mask
 
-pytestmark = pytest.mark.long
+# CI runs these at every commit, apart from README's command, since they take minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.sample, pytest.mark.long]
 
 TIMES = 24
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -19,6 +19,9 @@ from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.sizes import Sizes
 from fastaccum.step import padding
 
+# CI runs these at every commit, apart from README's command, since they take minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 ACCUMULATION = 3
 IDS = 20
 MASK_VALUE = -1.0  # of the series' padding

@@ -16,6 +16,9 @@ import tensorflow as tf
 
 import fastaccum as fa
 
+# CI runs these at every commit, apart from README's command, since they take minutes.
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 5)).astype("float32")
 Y = (RNG.uniform(size=(32, 3)) > 0.5).astype("float32")
