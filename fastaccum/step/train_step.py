@@ -251,13 +251,16 @@ class TrainStep:
                 offered.close()
                 with tf.name_scope("backward"), _slices_may_become_dense():
                     grads = tape.gradient(scaled_loss, self.variables)
+            # An optimizer whose update of lookups is not known is refused only where there are any.
+            has_lookups = any(isinstance(gradient, tf.IndexedSlices) for gradient in grads)
+            notes_lookups = has_lookups and self.optimizer.needs_lookups
             gradient_sums = gradients.GradientSums(
                 before,
                 grads,
                 offered,
                 micro_batches,
                 wholes=_wholes_by_slice(micro_batch, stack),
-                notes_lookups=self.optimizer.needs_lookups,
+                notes_lookups=notes_lookups,
             )
             return (loss_sum, weight_sum, gradient_sums.terms), gradient_sums
 
