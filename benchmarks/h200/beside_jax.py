@@ -1,6 +1,7 @@
-"""Compares our train steps of models of images with those of Keras's JAX backend, on an H200.
+"""Compares our train steps of models of images with those of Keras's JAX backend, for an H200.
 
-The same XLA compiles both. JAX's program comes from a process of its own
+Nothing is run: the same XLA compiles both for the GPU, and their times are predicted from the
+kernels that the programs launch. JAX's program comes from a process of its own
 (`benchmarks.peers.jax_keras`), since a process has one backend of Keras.
 """
 
@@ -62,19 +63,21 @@ def ours(name: str, sizes: Sizes, **flags: bool) -> tuple[programs.Compiled, fro
         **flags: XLA's debug options.
 
     Returns:
-        The program, and how many elements the model's matrices and convolutional kernels have.
+        The program, and the weight sizes: how many elements the model's matrices and
+        convolutional kernels have. By them `part` tells a weight from an activation.
     """
     policy = keras.config.dtype_policy()
-    shape = (sizes.micro_batches, sizes.batch)
+    rows = (sizes.micro_batches, sizes.batch)
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
         with h200.weightless():
             model = vision.MODELS[name](sizes.size)
             trainer = fa.Trainer(model, vision.optimizer(), vision.loss(), clip_norm=1.0)
-            images = np.zeros((*shape, sizes.size, sizes.size, 3), "float32")
-            program = programs.of_trainer(trainer, (images, np.zeros(shape, "int32")), **flags)
+            images = np.zeros((*rows, sizes.size, sizes.size, 3), "float32")
+            program = programs.of_trainer(trainer, (images, np.zeros(rows, "int32")), **flags)
             shapes = [variable.shape for variable in model.trainable_variables]
-            return program, frozenset(math.prod(shape) for shape in shapes if len(shape) > 1)
+            weight_sizes = frozenset(math.prod(shape) for shape in shapes if len(shape) > 1)
+            return program, weight_sizes
     finally:
         keras.config.set_dtype_policy(policy)
         keras.backend.clear_session()
@@ -91,21 +94,22 @@ def theirs(name: str, sizes: Sizes, **flags: bool) -> programs.Compiled:
     return programs.Compiled(text, memory, sizes.micro_batches)
 
 
-def part(kernel: Kernel, weights: Collection[int]) -> str:
+def part(kernel: Kernel, weight_sizes: Collection[int]) -> str:
     """Returns the part of the train step, one of `PARTS`, that a kernel belongs to.
 
-    XLA hands a fusion the name of one of its operations: what it fuses across a border counts on
-    one side of it.
+    XLA names a fusion after one of its operations. A fusion of operations of two parts counts for
+    the part of that one.
 
     Args:
         kernel: of our program, or of JAX's.
-        weights: as `ours` returns it; no activation may have as many elements.
+        weight_sizes: as `ours` returns them. An activation with as many elements as a weight would
+            be taken for the weight.
     """
-    if not kernel.loops:
+    if not kernel.loops:  # outside the loop over micro-batches
         return UPDATE
     if kernel.kind == "attention":
         return ATTENTION
-    has_weight_size = any(math.prod(shape) in weights for _, shape in kernel.results)
+    has_weight_size = any(math.prod(shape) in weight_sizes for _, shape in kernel.results)
     if kernel.flops:
         if not re.search(r"gradient_tape|transpose\(", kernel.scope):
             return FORWARD
@@ -113,7 +117,8 @@ def part(kernel: Kernel, weights: Collection[int]) -> str:
         if has_weight_size or kernel.types.endswith("-> f32"):
             return WEIGHTS
         return DATA
-    if kernel.kind == "reduce":  # its partial sums may have a weight's size
+    # Before a weight's size is looked at, which partial sums may have by chance.
+    if kernel.kind == "reduce":
         if re.search(r"bn\b|_bn_|batch_?norm|moments", kernel.scope):
             return STATISTICS
         return REDUCES
@@ -133,7 +138,7 @@ def table(
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     tables_of_parts = []
     for name in names:
-        program, weights = ours(name, sizes, **flags)
+        program, weight_sizes = ours(name, sizes, **flags)
         jax_program = theirs(name, sizes, **flags)
         prediction = roofline.predict(program.kernels, rates)
         jax_prediction = roofline.predict(jax_program.kernels, rates)
@@ -143,7 +148,7 @@ def table(
         jax_temp = jax_program.memory.temp_bytes / 1e9
         times = f"{ms:.1f} | {jax_ms:.1f} | {ms / jax_ms:.2f}"
         yield f"| {name} | {times} | {temp:.2f} | {jax_temp:.2f} | {temp / jax_temp:.2f} |"
-        tables_of_parts += ["", *_table_of_parts(name, prediction, jax_prediction, weights)]
+        tables_of_parts += ["", *_table_of_parts(name, prediction, jax_prediction, weight_sizes)]
     yield from tables_of_parts
 
 
@@ -151,10 +156,10 @@ def _table_of_parts(
     name: str,
     prediction: roofline.Prediction,
     jax_prediction: roofline.Prediction,
-    weights: Collection[int],
+    weight_sizes: Collection[int],
 ) -> Iterator[str]:
-    groups = summary.grouped(prediction, lambda kernel: part(kernel, weights))
-    jax_groups = summary.grouped(jax_prediction, lambda kernel: part(kernel, weights))
+    groups = summary.grouped(prediction, lambda kernel: part(kernel, weight_sizes))
+    jax_groups = summary.grouped(jax_prediction, lambda kernel: part(kernel, weight_sizes))
     yield f"| {name} | ms | launches | GB | JAX's ms | launches | GB |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for row in PARTS:

@@ -24,8 +24,8 @@ SHIPPED = "fastaccum, as shipped"
 RECOMPUTED = "fastaccum, everything recomputed"
 PORTABLE_RECOMPUTED = "fastaccum without cuDNN, everything recomputed"
 CHECKPOINT = "JAX, scan and jax.checkpoint"
-LONG = {"context": 8192, "batch": 2}
-PORTABLE = {"attention": "blockwise"}
+LONG = {"context": 8192, "batch": 2}  # the sizes of long sequences
+PORTABLE = {"attention": "blockwise"}  # options of a GPT whose attention doesn't need cuDNN
 
 OURS = {
     SHIPPED: Gpt(),
@@ -40,19 +40,23 @@ JAX = {
     f"{CHECKPOINT}, cuDNN": JaxGpt("remat"),
     "JAX, scan, cuDNN": JaxGpt("scan"),
     "JAX, unrolled, cuDNN": JaxGpt("unrolled"),
-    f"{CHECKPOINT}, XLA attention": JaxGpt("remat", "xla"),
-    "JAX, unrolled, XLA attention": JaxGpt("unrolled", "xla"),
+    f"{CHECKPOINT}, XLA attention": JaxGpt("remat", attention="xla"),
+    "JAX, unrolled, XLA attention": JaxGpt("unrolled", attention="xla"),
     f"{CHECKPOINT}, cuDNN, float32 logits": JaxGpt("remat", logits="float32"),
-    f"{CHECKPOINT}, XLA attention, float32 logits": JaxGpt("remat", "xla", "float32"),
+    f"{CHECKPOINT}, XLA attention, float32 logits": JaxGpt(
+        "remat", attention="xla", logits="float32"
+    ),
 }
-DEEP = 24  # layers; 4 otherwise
+DEEP = 24  # the layers of deep programs; all others have 4
+# The programs that are compiled with 4 layers alone.
 ONLY_SHALLOW = (
     "JAX, scan, cuDNN",
     "JAX, unrolled, XLA attention",
     f"{CHECKPOINT}, cuDNN, float32 logits",
 )
 
-# The programs and the sizes that the pictures draw.
+# The programs that the pictures draw against sizes, and for each axis of sizes its points: the
+# value on the axis, and the sizes of a program that differ from the default.
 DRAWN = {
     SHIPPED: OURS[SHIPPED],
     f"{CHECKPOINT}, cuDNN": JAX[f"{CHECKPOINT}, cuDNN"],
@@ -71,6 +75,7 @@ def sized(case: Case, **sizes: int) -> Case:
     """Returns the same program of another size."""
     if isinstance(case, Gpt):
         return dataclasses.replace(case, **sizes)
+    # A JAX program has the sizes of one of ours.
     return dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, **sizes))
 
 
@@ -90,10 +95,16 @@ def everything() -> list[Case]:
 
 
 def _cost(case: Case) -> tuple[bool, int]:
-    """Returns a key that orders cases by the time of their compilation."""
+    """Returns a key that orders cases by the time of their compilation.
+
+    Ours take longer than JAX's. Of either, the time grows with the layers that XLA compiles: a loop
+    over the layers has one.
+    """
     if isinstance(case, Gpt):
-        return True, 1 if case.stacked else case.layers
-    return False, case.sizes.layers if case.form == "unrolled" else 1
+        layers_compiled = 1 if case.stacked else case.layers
+        return True, layers_compiled
+    layers_compiled = case.sizes.layers if case.form == "unrolled" else 1
+    return False, layers_compiled
 
 
 def figures(
@@ -120,7 +131,11 @@ def figures(
 
 
 def _in_its_own_process(case: Case, rates: roofline.Rates) -> dict[str, Any]:
-    """Computes the figures in a process, which gives its memory back, or may be killed for it."""
+    """Computes the figures in a process of their own.
+
+    When it ends, the memory that the compilation took is free again. Where memory runs out, the
+    system kills that process and not this one.
+    """
     context = multiprocessing.get_context("spawn")  # TensorFlow's threads do not survive a fork
     with concurrent.futures.ProcessPoolExecutor(1, context) as one:
         return one.submit(_figures, case, rates).result()
@@ -135,15 +150,18 @@ def _figures(case: Case, rates: roofline.Rates) -> dict[str, Any]:
 
 
 def head_memory() -> dict[str, float]:
-    """Returns the bytes of logits and their gradients at once, "temp", and of float32 "logits".
+    """Returns how many bytes the head's loss takes: "temp", and "logits" to compare it with.
 
-    They are those of a program that computes the loss and its gradients alone, without what any
-    form has: the gradient of the hidden states in float32, and the rounded table, which is made
-    once a step.
+    "temp" is what XLA plans for the intermediate values of a program that computes the loss and its
+    gradients alone: for the logits and their gradients that exist at once. Left out is what any
+    implementation holds: the gradient of the hidden states, in float32, is subtracted, and the
+    kernel in 16 bits, which a train step makes once, is an argument of the program.
+
+    "logits" are all logits of a micro-batch in float32.
     """
-    sizes = Gpt()
-    tokens = (sizes.batch, sizes.context)
-    count = sizes.batch * sizes.context
+    gpt = Gpt()
+    tokens = (gpt.batch, gpt.context)
+    token_count = gpt.batch * gpt.context
 
     def gradients(
         hidden: tf.Tensor, table: tf.Tensor, labels: tf.Tensor, rounded: tf.Tensor
@@ -160,10 +178,10 @@ def head_memory() -> dict[str, float]:
             )
         return tape.gradient(loss, [hidden, table])
 
-    half = tf.as_dtype(sizes.dtype)
-    table = (sizes.vocabulary, sizes.width)
+    half = tf.as_dtype(gpt.dtype)
+    table = (gpt.vocabulary, gpt.width)
     arguments = [
-        tf.TensorSpec((*tokens, sizes.width), half),
+        tf.TensorSpec((*tokens, gpt.width), half),
         tf.TensorSpec(table),
         tf.TensorSpec(tokens, tf.int32),
         tf.TensorSpec(table, half),
@@ -172,9 +190,10 @@ def head_memory() -> dict[str, float]:
         function = tf.function(gradients, jit_compile=True, autograph=False)
         exported = compiler_ir(function, *arguments, stage="stablehlo_serialized")
     _, memory = programs.compiled(exported)
+    hidden_gradient_bytes = 4.0 * token_count * gpt.width
     return {
-        "temp": memory.temp_bytes - 4.0 * count * sizes.width,
-        "logits": 4.0 * count * sizes.vocabulary,
+        "temp": memory.temp_bytes - hidden_gradient_bytes,
+        "logits": 4.0 * token_count * gpt.vocabulary,
     }
 
 

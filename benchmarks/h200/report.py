@@ -189,14 +189,14 @@ def _losses(run: Run) -> str:
 
 def _parts(run: Run) -> str:
     from benchmarks.h200.parts import PARTS
-    from benchmarks.h200.pictures import SHOWN
+    from benchmarks.h200.pictures import SHOWN_IN_PARTS
 
-    shown = [run.results.of(name) for name in SHOWN]
+    shown = [run.results.of(name) for name in SHOWN_IN_PARTS]
     rows = []
     for part in PARTS:
         rows.append((part, *(f"{figures['parts'][part]:,.1f}" for figures in shown)))
     rows.append(("all", *(f"{figures['predicted ms']:,.1f}" for figures in shown)))
-    return _table(("predicted ms, 4 layers", *SHOWN), rows)
+    return _table(("predicted ms, 4 layers", *SHOWN_IN_PARTS), rows)
 
 
 def _programs(run: Run) -> str:
