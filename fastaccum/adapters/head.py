@@ -48,9 +48,9 @@ class LinearCrossEntropy(keras.losses.Loss):
         losses = fastaccum.kernels.linear_cross_entropy(hidden, head.kernel, labels, head.bias, ...)
 
     A train step computes their gradients at once, a slice of the tokens at a time, unless a
-    `chunk_size` is given. Up to 4 million logits of a micro-batch (16 million on a GPU), or no more
-    than the head's input has elements, are held whole, which is faster. `predict`, `save` and calls
-    of the model compute the logits as before.
+    `chunk_size` is given. Few logits are held whole, which is faster: if a micro-batch has up to 4
+    million of them (16 million on a GPU), or no more than the head's input has elements. `predict`,
+    `save` and calls of the model compute the logits as before.
 
     These metrics of the same output are computed from the same slices: SparseCategoricalAccuracy
     (or "accuracy"), SparseTopKCategoricalAccuracy,
@@ -129,7 +129,8 @@ class LinearCrossEntropy(keras.losses.Loss):
                 f"{y_pred.shape}: they must be [...] and [..., classes]."
             )
         losses = cross_entropy_from_logits(y_pred, labels, **self.options)
-        return _masked(losses, labels, self.options["ignore_index"])
+        _attach_mask(losses, labels, self.options["ignore_index"])
+        return losses
 
     def get_config(self) -> dict[str, Any]:
         return {
@@ -143,7 +144,9 @@ class LinearCrossEntropy(keras.losses.Loss):
 class FusedHeadLoss:
     """A `LinearCrossEntropy` with the linear layer that it takes over, for the train step.
 
-    `ranks` is the argument of `linear_cross_entropy_sum_and_scores` that the output's metrics need.
+    `ranks` says what the output's metrics need: None if there are none, True if one needs the
+    rank of the label's score, as top-k accuracy does, and False otherwise.
+
     Raises ValueError if the model has no such layer.
     """
 
@@ -171,17 +174,16 @@ class FusedHeadLoss:
 
         def pass_on(call: Callable[..., tf.Tensor], *args: Any, **kwargs: Any) -> tf.Tensor:
             arguments = signature.bind(*args, **kwargs).arguments
-            if self._reversible and not arguments.get("reverse"):  # it embeds ids
-                return call(*args, **kwargs)
-            inputs = next(iter(arguments.values()))
-            if args:
+            if self._reversible and not arguments.get("reverse"):
+                return call(*args, **kwargs)  # the layer embeds ids: it is no head in this call
+            if _is_masked_lm_head(self.head):
+                sequence, mask_positions = arguments.values()
+                inputs = self._before_projection(sequence, mask_positions)
+            elif args:
                 inputs = args[0]
-            if _is_masked(self.head):
-                inputs, positions = arguments.values()
-                inputs = keras.ops.take_along_axis(inputs, positions[..., None], axis=1)
-                inputs = private.intermediate_dense(self.head, inputs)
-                inputs = private.intermediate_layer_norm(self.head, inputs)
-            # A tensor of its own, so that whatever else reads it can be told.
+            else:
+                inputs = next(iter(arguments.values()))  # passed by name
+            # A new tensor, whose consumers are only those of the logits: `require_hidden` asks.
             hidden = tf.identity(inputs)
             observe(hidden)
             return hidden
@@ -193,6 +195,12 @@ class FusedHeadLoss:
         left_out = Interceptor(self.head, "call", pass_on, Role.BYPASS)
         with intercepting([left_out]), replaced([(self.head, autocast, False)]):
             yield
+
+    def _before_projection(self, sequence: tf.Tensor, mask_positions: tf.Tensor) -> tf.Tensor:
+        """Computes what KerasHub's MaskedLMHead projects to logits, from its arguments."""
+        masked = keras.ops.take_along_axis(sequence, mask_positions[..., None], axis=1)
+        hidden = private.intermediate_dense(self.head, masked)
+        return private.intermediate_layer_norm(self.head, hidden)
 
     def require_hidden(self, y_pred: tf.Tensor, hidden: tf.Tensor | None) -> None:
         """Raises ValueError unless the model's output is what the head passed on, and that alone.
@@ -214,8 +222,10 @@ class FusedHeadLoss:
 
     def labels(self, y_true: tf.Tensor, hidden: tf.Tensor) -> tf.Tensor:
         """Returns class indices [...] with a mask of those that count, as Keras's losses have."""
+        # A tensor of its own, since the mask is attached to it and must not be to `y_true`.
         labels = tf.identity(tf.cast(_labels(y_true, hidden), tf.int64))
-        return _masked(labels, labels, self.ignore_class)
+        _attach_mask(labels, labels, self.ignore_class)
+        return labels
 
     def sum(
         self, labels: tf.Tensor, hidden: tf.Tensor, counted: tf.Tensor, weights: tf.Tensor | None
@@ -254,10 +264,10 @@ class FusedHeadLoss:
             soft_cap=soft_cap,
             **self._loss.options,
         )
-        counted = tf.broadcast_to(counted, labels.shape)
+        counted_whole = tf.broadcast_to(counted, labels.shape)
         if scores is None:
             return total, None
-        return total, ScoredLabels(labels, counted, scores, self.ignore_class)
+        return total, ScoredLabels(labels, counted_whole, scores, self.ignore_class)
 
 
 def replacement(loss: Any) -> str | None:
@@ -279,10 +289,9 @@ def replacement(loss: Any) -> str | None:
     return f"loss=fastaccum.LinearCrossEntropy({argument})"
 
 
-def _masked(losses: tf.Tensor, labels: tf.Tensor, ignore_index: int) -> tf.Tensor:
-    """Attaches the mask of labels that count, as Keras's own losses do, and returns the losses."""
-    private.keras_mask.set(losses, labels != ignore_index)
-    return losses
+def _attach_mask(tensor: tf.Tensor, labels: tf.Tensor, ignore_index: int) -> None:
+    """Attaches the Keras mask of labels that count to a tensor, as Keras's own losses do."""
+    private.keras_mask.set(tensor, labels != ignore_index)
 
 
 def _labels(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
@@ -326,7 +335,7 @@ def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
 
 def _is_known(layer: keras.layers.Layer) -> bool:
     """Tells if a layer is of a class whose `call` is known, and no user has changed its own."""
-    has_known_class = _is_dense(layer) or _is_reversible(layer) or _is_masked(layer)
+    has_known_class = _is_dense(layer) or _is_reversible(layer) or _is_masked_lm_head(layer)
     return has_known_class and not is_users(layer, "call")
 
 
@@ -338,7 +347,7 @@ def _is_reversible(layer: keras.layers.Layer) -> bool:
     return package(type(layer).call) in ("keras", "keras_hub")
 
 
-def _is_masked(layer: keras.layers.Layer) -> bool:
+def _is_masked_lm_head(layer: keras.layers.Layer) -> bool:
     """Tells if a layer is KerasHub's MaskedLMHead, with layers of its own before the linear one."""
     return "keras_hub.MaskedLMHead" in kinds(layer) and package(type(layer).call) == "keras_hub"
 
@@ -352,9 +361,9 @@ def _is_dense(layer: keras.layers.Layer) -> bool:
 
 
 class _Kernel(NamedTuple):
-    """A layer's kernel, as a variable where it is one; None where the layer has none."""
+    """The kernel of a layer."""
 
-    variable: Any
+    variable: Any  # None if the layer has none
     is_transposed: bool  # its shape is [V, D], not [D, V]
 
 
@@ -363,7 +372,7 @@ def _kernel(layer: keras.layers.Layer) -> _Kernel:
         if layer.tie_weights:
             return _Kernel(layer.embeddings, is_transposed=True)
         return _Kernel(layer.reverse_embeddings, is_transposed=False)
-    if _is_masked(layer):
+    if _is_masked_lm_head(layer):
         if layer.token_embedding is not None:
             return _kernel(layer.token_embedding)
         return _Kernel(private.kernel(layer), is_transposed=False)
@@ -371,7 +380,7 @@ def _kernel(layer: keras.layers.Layer) -> _Kernel:
 
 
 def _bias_of(layer: keras.layers.Layer) -> Any:
-    if _is_masked(layer):
+    if _is_masked_lm_head(layer):
         return private.bias(layer)
     return getattr(layer, "bias", None)
 
@@ -401,14 +410,15 @@ def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
 
     function = getattr(layer, "activation", None)
     is_linear = function is None or known_name(function) in ("keras.linear", "tf_keras.linear")
-    activation = getattr(function, "__name__", function)
-    if not of_keras(function):
-        activation = f"{activation} of your own"
-    # A MaskedLMHead's cap is that of its token embedding; a ReversibleEmbedding's is computed here.
+    # The loss computes the soft cap of a ReversibleEmbedding, but not the cap that a MaskedLMHead
+    # takes from its token embedding.
     soft_cap = getattr(getattr(layer, "token_embedding", layer), "logit_soft_cap", None)
     has_other_cap = soft_cap and not _is_reversible(layer)
     is_regularised = getattr(layer, "activity_regularizer", None) is not None
     if not is_linear or has_other_cap or is_regularised:
+        activation = getattr(function, "__name__", function)
+        if not of_keras(function):
+            activation = f"{activation} of your own"
         raise ValueError(
             f"{what} has activation={activation!r}, a soft cap of its own or an activity "
             "regulariser; LinearCrossEntropy needs the plain logits, or the soft cap of a "

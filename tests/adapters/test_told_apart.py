@@ -366,8 +366,8 @@ PLACES = {
         ],
         [subclass(KERAS.ReversibleEmbedding)(3, 2)],
     ),
-    "head._is_masked": (
-        head._is_masked,
+    "head._is_masked_lm_head": (
+        head._is_masked_lm_head,
         [impostor("MaskedLMHead", module="keras_hub.src.layers")()],
         [],
     ),
@@ -568,7 +568,7 @@ def test_an_impostor_is_told_from_an_original(name):
 def test_originals_of_keras_hub_are_known():
     keras_hub = pytest.importorskip("keras_hub")
     made = type("Mine", (keras_hub.layers.MaskedLMHead,), {})(vocabulary_size=4, name="mine")
-    assert head._is_masked(made)
+    assert head._is_masked_lm_head(made)
     assert metrics.find_values(
         type("Mine", (keras_hub.metrics.Perplexity,), {})(from_logits=True), -100
     )
