@@ -173,7 +173,7 @@ def render(table: Table) -> str:
 
 
 def divisors(number: int, multiple_of: int = 1, at_most: int | None = None) -> list[int]:
-    """Returns the divisors of a number, rising, that another divides; none above `at_most`."""
+    """Returns a number's divisors in rising order: multiples of `multiple_of`, up to `at_most`."""
     all_divisors = set()
     for low in range(1, int(number**0.5) + 1):
         if number % low == 0:
@@ -219,7 +219,19 @@ def candidates(global_batch_size: int, replicas: int = 1, at_most: int | None = 
 
 
 class Planner:
-    """Plans the micro-batches of one step, and notes what each program would take."""
+    """Plans the micro-batches of one step, and notes what each program would take.
+
+    Args:
+        step: compiled for each size that is tried.
+        sample: specs of a micro-batch.
+        global_batch_size: rows of an update.
+        replicas: share each micro-batch; None for one device.
+        dispatched: train steps whose data a dispatch holds.
+        verbose: prints what is compiled.
+        bound_suffices: takes a bound of the peak for the peak where even the bound is within the
+            limit, and compiles nothing. This holds on CPUs alone: a GPU's convolutions work in
+            memory of no graph, which a bound does not count.
+    """
 
     def __init__(
         self,
@@ -232,13 +244,12 @@ class Planner:
         verbose: Literal["auto", 0, 1, 2] = "auto",
         bound_suffices: bool = False,
     ):
-        # A GPU's convolutions work in memory of no graph, which a bound does not count.
         self._bound_suffices = bound_suffices and not has_gpu()
         self._step = step
         self._sample = sample
         self._global_batch = global_batch_size
         self._replicas = replicas
-        self._dispatched = dispatched  # train steps whose data a dispatch holds
+        self._dispatched = dispatched
         self._verbose = bool(verbose)
         self._stacks = [
             layer for layer in step.objective.model.layers if isinstance(layer, LayerStack)
@@ -249,26 +260,33 @@ class Planner:
         self._considered: list[Considered] = []
 
     def plan(
-        self, rows: Sequence[int], memory_limit: int | str | None, policies: Sequence[Policy]
+        self, sizes: Sequence[int], memory_limit: int | str | None, policies: Sequence[Policy]
     ) -> Plan:
-        """Plans among micro-batches of `rows`, rising, with the first policy that lets one fit."""
+        """Plans with the first policy under which a micro-batch fits.
+
+        Args:
+            sizes: the sizes of micro-batches to choose among, in rising order.
+            memory_limit: as for `fastaccum.plan`.
+            policies: of recomputation, in the order in which they are tried.
+        """
         self._limit = self._agreed(min, self._limit_of(memory_limit))
-        smallest = rows[0]
+        smallest = sizes[0]
         for number, policy in enumerate(policies):
             with contextlib.ExitStack() as scope:
                 try:
                     scope.enter_context(self._recomputing(policy))
                     scope.enter_context(self._step.temporary_retrace())
-                    # After a policy under which nothing fitted, even the smallest may be too large.
-                    # It comes first, since the others are larger still.
-                    if number > 0 and self._peak(policy, smallest) > self._limit:
-                        continue
+                    # Nothing fitted under the policies before this one. Under it even the smallest
+                    # micro-batch may be too large, and then so are all others.
+                    may_fit = number == 0 or self._peak(policy, smallest) <= self._limit
                 except ValueError as error:
                     # Nothing could be computed again, or not all that was found.
                     tried = policies[:number]
                     reason = without_arguments(error)
                     raise self._nothing_fits(smallest, tried, [reason]) from error
-                chosen = self._largest(policy, rows)
+                if not may_fit:
+                    continue
+                chosen = self._largest(policy, sizes)
                 if chosen is not None:
                     return self._planned(policy, chosen)
         raise self._nothing_fits(smallest, policies)
@@ -309,13 +327,13 @@ class Planner:
         return int(SHARE_TO_FILL * limit)
 
     def _agreed(self, which: Callable[[Iterable[int]], int], value: int) -> int:
-        """Returns the least or the most of all workers' values, as `which` is `min` or `max`."""
+        """Returns the value that all workers go by: the least with `min`, the most with `max`."""
         if self._replicas is None:
             return value
         return which(int(number) for (number,) in self._replicas.gather([value]))
 
-    def _largest(self, policy: Policy, rows: Sequence[int]) -> int | None:
-        """Finds the most rows that fit under a policy, which is already applied."""
+    def _largest(self, policy: Policy, sizes: Sequence[int]) -> int | None:
+        """Finds the largest size that fits under a policy, which is already applied."""
         peaks: dict[int, int] = {}
         for considered in self._considered:
             if considered.recompute == policy:
@@ -323,14 +341,13 @@ class Planner:
 
         # The largest micro-batch comes first: where there is plainly room, it is the only one.
         if not peaks:
-            most = rows[-1]
+            most = sizes[-1]
             bound = self._bound(most)
             if bound is not None and bound <= self._limit:
                 if self._bound_suffices:
                     self._consider_by_bound(policy, most, bound)
                     return most
-                # A program is compiled all the same: a GPU's convolutions work in memory of no
-                # graph.
+                # The caller wants the peak itself, or the bound leaves out what a GPU takes.
                 peaks[most] = self._peak(policy, most)
                 if peaks[most] <= self._limit:
                     return most
@@ -338,22 +355,25 @@ class Planner:
         def peak(batch_size: int) -> int:
             return peaks.get(batch_size) or self._peak(policy, batch_size)
 
-        return largest_that_fits(peak, rows, self._limit)
+        return largest_that_fits(peak, sizes, self._limit)
 
     def _consider_by_bound(self, policy: Policy, rows: int, bound: int) -> None:
         """Notes a micro-batch that fits by its bound, and is not compiled."""
-        steps = self._global_batch // rows
-        self._considered.append(Considered(rows, steps, policy, bound, fits=True, compiled=False))
+        micro_batches = self._global_batch // rows
+        self._considered.append(
+            Considered(rows, micro_batches, policy, bound, fits=True, compiled=False)
+        )
 
     def _trace(self, rows: int) -> list[ConcreteFunction]:
-        return self._step.trace(dispatch_of(self._sample, rows, self._global_batch // rows))
+        micro_batches = self._global_batch // rows
+        return self._step.trace(dispatch_of(self._sample, rows, micro_batches))
 
     def _bound(self, rows: int) -> int | None:
         """Bounds what a device would hold if no result were ever freed; None if it is not known.
 
         Nothing is compiled.
         """
-        # Workers exchange numbers only: one over the limit stands for a bound that is not known.
+        # Workers exchange numbers only. The smallest that does not fit stands for an unknown bound.
         unknown = self._limit + 1
         bytes_of_dispatch = unknown
         bytes_of_step = bytes_at_most(self._step, self._trace(rows))
@@ -383,9 +403,9 @@ class Planner:
         data_of_other_steps = (self._dispatched - 1) * memory.by_kind["data"]
         peak = self._agreed(max, memory.peak_bytes + data_of_other_steps)
 
-        steps = self._global_batch // rows
+        micro_batches = self._global_batch // rows
         fits = peak <= self._limit
-        self._considered.append(Considered(rows, steps, policy, peak, fits, flops))
+        self._considered.append(Considered(rows, micro_batches, policy, peak, fits, flops))
         self._memory[repr(policy), rows] = memory
         return peak
 
@@ -417,24 +437,28 @@ class Planner:
         if not policy:
             return 0.0
 
-        # The largest come first, so that the smallest of each policy is the one that stays.
-        flops: dict[str, int] = {}
-        for considered in sorted(self._considered, key=lambda c: -c.batch_size):
-            flops[repr(considered.recompute)] = considered.flops
-
-        flops_as_it_is = flops[repr(None)]
+        flops_as_it_is = self._smallest_considered(None).flops
         if not flops_as_it_is:
             return 0.0
-        return flops[repr(policy)] / flops_as_it_is - 1
+        return self._smallest_considered(policy).flops / flops_as_it_is - 1
+
+    def _smallest_considered(self, policy: Policy) -> Considered:
+        """Returns the smallest micro-batch that was considered under a policy."""
+        under_policy = [c for c in self._considered if c.recompute == policy]
+        return min(under_policy, key=lambda considered: considered.batch_size)
 
     def _nothing_fits(
         self, rows: int, tried: Sequence[Policy], reasons: Sequence[str] = ()
     ) -> OutOfMemoryError:
         """Makes the error of a plan whose smallest micro-batch does not fit under a tried policy.
 
-        `reasons` tell why no other policy was tried.
+        Args:
+            rows: of the smallest micro-batch.
+            tried: the policies under which it was compiled, of which the first is None.
+            reasons: why no other policy was tried.
         """
-        memory = self._memory[repr(tried[-1]), rows]
+        last_policy = tried[-1]
+        memory = self._memory[repr(last_policy), rows]
         size = f"{rows} row"
         if rows > 1:
             size += "s"
