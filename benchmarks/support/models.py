@@ -44,7 +44,8 @@ class Workload:
         optimizer: makes the Keras optimizer; takes its keyword arguments.
         loss: makes the loss.
         fit_updates: updates in one timed epoch of `fit`.
-        steps_per_execution: what tuned peers try, up to the micro-batches of an epoch.
+        steps_per_execution: the values that tuned peers try. A step is one micro-batch to them, and
+            no value may be more than the micro-batches of an epoch.
         step_updates: updates in one timed block of train steps.
         rounds: how many times each contestant is timed.
         movement: by how much of a weight's movement contestants may differ (see
@@ -79,14 +80,15 @@ class Workload:
         return self.draw(np.random.default_rng(SEED), updates * self.update_size)
 
     def stacks(self, updates, micro_batches=None):
-        """Returns these examples as a list with one `(x, y)` for each update.
+        """Returns the examples of `arrays` as a list with one `(x, y)` for each update.
 
-        Arrays have the shape `[micro_batches, batch_size, ...]`.
+        They have the shape `[micro_batches, batch_size, ...]`, where `micro_batches` may be other
+        than the workload's.
         """
-        if micro_batches:
-            return dataclasses.replace(self, micro_batches=micro_batches).stacks(updates)
-        x, y = self.arrays(updates)
-        lead = (updates, self.micro_batches, self.batch_size)
+        if micro_batches is None:
+            micro_batches = self.micro_batches
+        x, y = self.draw(np.random.default_rng(SEED), updates * micro_batches * self.batch_size)
+        lead = (updates, micro_batches, self.batch_size)
         stacks_of_x = x.reshape(lead + x.shape[1:])
         stacks_of_y = y.reshape(lead + y.shape[1:])
         return list(zip(stacks_of_x, stacks_of_y, strict=True))
@@ -97,7 +99,7 @@ class Workload:
         def build():
             model = self.build()
             for layer in model.layers:
-                if isinstance(layer, keras.layers.BatchNormalization):
+                if isinstance(layer, kl.BatchNormalization):
                     layer.trainable = False
             return model
 
@@ -114,29 +116,30 @@ class Workload:
     def has_batch_statistics(self):
         """Says if the model has BatchNorm."""
         layers = self.model().layers
-        return any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers)
+        return any(isinstance(layer, kl.BatchNormalization) for layer in layers)
 
 
 def _mlp(widths, dropout=()):
-    layers = [keras.layers.Dense(width, activation="relu") for width in widths]
-    layers += [keras.layers.Dropout(rate) for rate in dropout]
-    return keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
+    """Makes dense layers, then a Dropout for each rate in `dropout`."""
+    layers = [kl.Dense(width, activation="relu") for width in widths]
+    layers += [kl.Dropout(rate) for rate in dropout]
+    return keras.Sequential([keras.Input((784,)), *layers, kl.Dense(10)])
 
 
 def _convnet(dropout=()):
-    """Makes three convolutions, each with BatchNorm, ReLU and pooling."""
+    """Makes three convolutions, each with BatchNorm, ReLU, pooling, and a Dropout for each rate."""
     x = inputs = keras.Input((32, 32, 3))
     for filters in _size((32, 64, 128), (8, 8, 8)):
         # Without a bias: BatchNorm cancels it, so that its gradient is rounding noise, on which no
         # two programs agree.
-        x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
-        x = keras.layers.BatchNormalization()(x)
-        x = keras.layers.ReLU()(x)
-        x = keras.layers.MaxPooling2D()(x)
+        x = kl.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+        x = kl.BatchNormalization()(x)
+        x = kl.ReLU()(x)
+        x = kl.MaxPooling2D()(x)
         for rate in dropout:
-            x = keras.layers.Dropout(rate)(x)
-    x = keras.layers.GlobalAveragePooling2D()(x)
-    return keras.Model(inputs, keras.layers.Dense(10)(x))
+            x = kl.Dropout(rate)(x)
+    x = kl.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, kl.Dense(10)(x))
 
 
 def _stacked(shape, layers):
@@ -255,11 +258,11 @@ def _momentum(**kwargs):
 
 MLP_128 = Workload(
     "MLP 128",
-    10,
-    32,
-    lambda: _mlp([128]),
-    _vectors,
-    _adam,
+    micro_batches=10,
+    batch_size=32,
+    build=lambda: _mlp([128]),
+    draw=_vectors,
+    optimizer=_adam,
     fit_updates=_size(100, 10),
     step_updates=30,
     rounds=15,
@@ -267,11 +270,11 @@ MLP_128 = Workload(
 )
 MLP_2048 = Workload(
     "MLP 2048",
-    8,
-    64,
-    lambda: _mlp(2 * [_size(2048, 128)]),
-    _vectors,
-    _adam,
+    micro_batches=8,
+    batch_size=64,
+    build=lambda: _mlp(2 * [_size(2048, 128)]),
+    draw=_vectors,
+    optimizer=_adam,
     fit_updates=5,
     step_updates=2,
     rounds=5,
@@ -279,11 +282,11 @@ MLP_2048 = Workload(
 )
 CONVNET = Workload(
     "ConvNet",
-    8,
-    16,
-    _convnet,
-    _images,
-    _momentum,
+    micro_batches=8,
+    batch_size=16,
+    build=_convnet,
+    draw=_images,
+    optimizer=_momentum,
     fit_updates=3,
     step_updates=3,
     rounds=5,
@@ -291,11 +294,11 @@ CONVNET = Workload(
 )
 GPT = Workload(
     "GPT",
-    8,
-    4,
-    lambda: fa.gpt(width=_size(256, 32), layers=_size(4, 1), heads=4, context=128),
-    _tokens(),
-    adamw,
+    micro_batches=8,
+    batch_size=4,
+    build=lambda: fa.gpt(width=_size(256, 32), layers=_size(4, 1), heads=4, context=128),
+    draw=_tokens(),
+    optimizer=adamw,
     fit_updates=_size(3, 2),
     step_updates=1,
     rounds=10,
@@ -304,11 +307,11 @@ GPT = Workload(
 
 GPT_32K = Workload(
     "GPT 32k",
-    4,
-    4,
-    lambda: fa.gpt(_size(32_768, 4096), width=128, layers=_size(2, 1), heads=2, context=128),
-    _tokens(_size(32_768, 4096)),
-    adamw,
+    micro_batches=4,
+    batch_size=4,
+    build=lambda: fa.gpt(_size(32_768, 4096), width=128, layers=_size(2, 1), heads=2, context=128),
+    draw=_tokens(_size(32_768, 4096)),
+    optimizer=adamw,
     fit_updates=3,
     step_updates=1,
     rounds=5,
@@ -327,11 +330,11 @@ ALL = (MLP_128, MLP_2048, CONVNET, GPT)
 def _convolutional(name, batch_size, build, draw, optimizer, movement=MOVEMENT_TOLERANCE):
     return Workload(
         name,
-        8,
-        batch_size,
-        build,
-        draw,
-        optimizer,
+        micro_batches=8,
+        batch_size=batch_size,
+        build=build,
+        draw=draw,
+        optimizer=optimizer,
         fit_updates=2,
         step_updates=1,
         rounds=3,
@@ -341,8 +344,8 @@ def _convolutional(name, batch_size, build, draw, optimizer, movement=MOVEMENT_T
 
 
 # Other convolutional networks. Their convolutions have no bias where BatchNorm follows, as in the
-# ConvNet. One of the MobileNet's weights is 2.8% from float64 in any program, so two programs may
-# be twice that apart.
+# ConvNet. In any program, one of the MobileNet's weights is off from float64 by 2.8% of its
+# movement, so two programs may be twice that apart.
 CONVOLUTIONAL = (
     _convolutional("Conv1D", 16, _conv1d, _series, _adam),
     _convolutional("ResNet20", 8, _resnet20, _images, _momentum),
@@ -361,7 +364,9 @@ _NAMED = {
     workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K, GPT_NANO, HUB_GPT2)
 }
 
-# Points on an axis: each function is known by its name in every process, and so are its arguments.
+
+# A benchmark passes a function below with its arguments to other processes, which make the workload
+# there. So they are functions of this module that take numbers and names: all of it can be pickled.
 
 
 def named(name):
@@ -414,11 +419,11 @@ def scales(variables):
     """Makes the workload of many variables of 4 numbers each, with next to no arithmetic."""
     return Workload(
         f"{variables:,} variables",
-        2,
-        8,
-        lambda: keras.Sequential([keras.Input((4,)), _Scales(variables)]),
-        _pairs,
-        functools.partial(keras.optimizers.SGD, 0.01),
+        micro_batches=2,
+        batch_size=8,
+        build=lambda: keras.Sequential([keras.Input((4,)), _Scales(variables)]),
+        draw=_inputs_as_targets,
+        optimizer=functools.partial(keras.optimizers.SGD, 0.01),
         fit_updates=1,
         step_updates=1,
         rounds=30,
@@ -426,7 +431,7 @@ def scales(variables):
     )
 
 
-class _Scales(keras.layers.Layer):
+class _Scales(kl.Layer):
     """Multiplies by the mean of its weights, vectors as long as the input."""
 
     def __init__(self, count):
@@ -440,6 +445,6 @@ class _Scales(keras.layers.Layer):
         return x * keras.ops.mean(keras.ops.stack([weight.value for weight in self.scales]), axis=0)
 
 
-def _pairs(generator, examples):
-    x = generator.normal(size=(examples, 4)).astype("float32")
+def _inputs_as_targets(generator, examples):
+    x = _inputs(generator, examples, (4,))
     return x, x

@@ -1,4 +1,8 @@
-"""Draws a run: the time by peer, and every chart whose lines the suites recorded with `series`."""
+"""Draws a run of the benchmarks: bars of the time by peer, and lines that the suites recorded.
+
+A run is pytest-benchmark's JSON. A chart is one panel of lines, which suites record with `series`;
+a picture is a PNG file with one panel or several.
+"""
 
 import collections
 import math
@@ -15,11 +19,13 @@ from benchmarks.support import scores
 from benchmarks.support.scores import number
 
 DPI = 100
-SLOWER = "tab:blue"
-FASTER = "tab:orange"
+PEER_IS_SLOWER = "tab:blue"
+PEER_IS_FASTER = "tab:orange"
 # The largest value over the smallest from which the scale is logarithmic: on a linear one the small
 # values would lie on the axis.
 LOG_FROM = 8
+# The least distance of two labels on an axis, as a share of its length: closer ones would touch.
+MIN_LABEL_DISTANCE = 0.08
 PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
 
 
@@ -75,14 +81,19 @@ def _by_axis(charts):
     """
     pictures = {}
     for title, chart in charts.items():
-        measure, against, axis = title.partition(" against ")
-        picture = f"against {axis}" if against else title
+        measure, separator, x_axis = title.partition(" against ")
+        picture = title
+        if separator:
+            picture = f"against {x_axis}"
         pictures.setdefault(picture, {})[measure] = chart
     return pictures
 
 
 def _draw_bars(title, ratios):
-    """Draws a panel for each workload with a bar for each peer, to the right if it is slower."""
+    """Draws a panel for each workload with a bar for each peer.
+
+    A bar starts at 1, our time, and goes to the right for a slower peer, to the left for a faster.
+    """
     peers = []
     values = []
     for ratios_of_peers in ratios.values():
@@ -90,26 +101,26 @@ def _draw_bars(title, ratios):
         values += ratios_of_peers.values()
     lowest = min(0.8, *values)
     highest = max(2, *values)
-    figure, axes = _panels(
+    figure, panel_grid = _panels(
         len(ratios), width=3.6, height=0.8 + 0.32 * len(peers), sharex=True, sharey=True
     )
-    for axis, workload in zip(axes.flat, ratios, strict=False):
+    for axes, workload in zip(panel_grid.flat, ratios, strict=False):
         for row, peer in enumerate(peers):
             value = ratios[workload].get(peer)
             if value is None:
-                axis.text(1.05, row, "not measured", va="center", fontsize=8, color="gray")
+                axes.text(1.05, row, "not measured", va="center", fontsize=8, color="gray")
                 continue
-            colour = SLOWER if value >= 1 else FASTER
-            axis.barh(row, value - 1, left=1, height=0.7, color=colour)
-            axis.text(max(value, 1) * 1.06, row, number(value), va="center", fontsize=9)
-        axis.axvline(1, color="black", linewidth=1)
-        axis.set(title=workload, xscale="log", xlim=(lowest * 0.85, highest * 2.2))
-        axis.set_yticks(range(len(peers)), peers)
-        _label_decades(axis.xaxis, *axis.get_xlim())
-        axis.grid(axis="x", alpha=0.3)
-        axis.set_axisbelow(True)
-        axis.tick_params(labelbottom=True)
-    axes[0, 0].invert_yaxis()
+            colour = PEER_IS_SLOWER if value >= 1 else PEER_IS_FASTER
+            axes.barh(row, value - 1, left=1, height=0.7, color=colour)
+            axes.text(max(value, 1) * 1.06, row, number(value), va="center", fontsize=9)
+        axes.axvline(1, color="black", linewidth=1)
+        axes.set(title=workload, xscale="log", xlim=(lowest * 0.85, highest * 2.2))
+        axes.set_yticks(range(len(peers)), peers)
+        _label_decades(axes.xaxis, *axes.get_xlim())
+        axes.grid(axis="x", alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.tick_params(labelbottom=True)
+    panel_grid[0, 0].invert_yaxis()
     figure.suptitle(title)
     figure.supxlabel(
         "times as long as ours: right of 1 ours is faster, left of 1 the peer", fontsize="medium"
@@ -119,28 +130,28 @@ def _draw_bars(title, ratios):
 
 def draw_lines(title, panels):
     """Draws a panel for each chart; a line has the same colour in all of them."""
-    figure, axes = _panels(len(panels), width=3.8, height=3.2)
+    figure, panel_grid = _panels(len(panels), width=3.8, height=3.2)
     colours = {}
-    for axis, (measure, chart) in zip(axes.flat, panels.items(), strict=False):
+    for axes, (measure, chart) in zip(panel_grid.flat, panels.items(), strict=False):
         all_x = set()
         ys = []
         for line, points in chart["lines"].items():
             colour = colours.setdefault(line, f"C{len(colours)}")
             line_x, line_y = zip(*points, strict=True)
-            axis.plot(line_x, line_y, marker="o", markersize=4, color=colour, label=line)
+            axes.plot(line_x, line_y, marker="o", markersize=4, color=colour, label=line)
             all_x.update(line_x)
             ys.extend(line_y)
-        axis.set(title=measure, xlabel=chart["x_label"], ylabel=chart["y_label"], xscale="log")
+        axes.set(title=measure, xlabel=chart["x_label"], ylabel=chart["y_label"], xscale="log")
         ticks = _apart(sorted(all_x))
-        axis.set_xticks(ticks, [f"{x:,g}" for x in ticks])
-        axis.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(ticks, [f"{x:,g}" for x in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
         if min(ys) > 0 and max(ys) > LOG_FROM * min(ys):
-            axis.set_yscale("log")
-            _label_decades(axis.yaxis, *axis.get_ylim())
+            axes.set_yscale("log")
+            _label_decades(axes.yaxis, *axes.get_ylim())
         else:
-            axis.set_ylim(min(0, *ys), 1.05 * max(ys))
-            axis.yaxis.set_major_formatter(PLAIN)
-        axis.grid(alpha=0.3)
+            axes.set_ylim(min(0, *ys), 1.05 * max(ys))
+            axes.yaxis.set_major_formatter(PLAIN)
+        axes.grid(alpha=0.3)
     figure.suptitle(title)
     handles = [
         Line2D([], [], color=colour, marker="o", markersize=4) for colour in colours.values()
@@ -154,12 +165,12 @@ def _panels(count, width, height, **shared):
     columns = min(count, 3)
     rows = math.ceil(count / columns)
     size = (max(width * columns, 6), height * rows + 0.8)
-    figure, axes = plt.subplots(
+    figure, panel_grid = plt.subplots(
         rows, columns, figsize=size, squeeze=False, layout="constrained", **shared
     )
-    for axis in axes.flat[count:]:
-        axis.set_visible(False)
-    return figure, axes
+    for axes in panel_grid.flat[count:]:
+        axes.set_visible(False)
+    return figure, panel_grid
 
 
 def _label_decades(axis, low, high):
@@ -179,7 +190,9 @@ def _apart(values):
     """
     kept = values[:1]
     for value in values[1:]:
-        if math.log(value / kept[-1]) > 0.08 * math.log(values[-1] / values[0]):
+        distance = math.log(value / kept[-1])
+        length = math.log(values[-1] / values[0])
+        if distance > MIN_LABEL_DISTANCE * length:
             kept.append(value)
     return kept
 
