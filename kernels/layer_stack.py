@@ -56,10 +56,10 @@ class LayerStack(keras.layers.Layer):
         "everything_saveable"   whatever the gradient reads, as in plain layers: nothing is computed
                                 again but casts
         "auto"                  whatever has a name: norms, activations, casts and rotary positions
-                                are computed again, and no product with weights. "nothing_saveable"
-                                where that takes more than half of the memory that training leaves:
-                                of the GPU's (16 GiB where that is not known) less 4 times the
-                                stack's weights, for gradients and an optimizer's slots
+                                are computed again, and no product with weights. Where what is kept
+                                would take more than half of the free memory, "nothing_saveable".
+                                Free is the GPU's memory (16 GiB where that is not known) less 4
+                                times the stack's weights, for gradients and an optimizer's slots
 
     A name counts where the layer's own call gives it, not in a loop or a branch. Run eagerly, or
     with `training=False`, there is no choice: everything is kept, or the inputs alone.
@@ -84,8 +84,8 @@ class LayerStack(keras.layers.Layer):
             list of names.
         unroll: whether training has no loops: True, False or "auto". Of the policies it takes
             "auto" alone.
-        implementation: "auto" for the loops; "reference" for the unrolled loop above over the same
-            stacked weights, with plain autodiff.
+        implementation: "auto" for what `policy` and `unroll` say; "reference" for the Python loop
+            above over the same stacked weights, with plain autodiff.
 
     Attributes:
         template: the first of the layers, whose `call` is the body for all; its own weights are not
@@ -177,7 +177,11 @@ class LayerStack(keras.layers.Layer):
             self._stack(layers)
 
     def _stack(self, layers: list[keras.layers.Layer]) -> None:
-        """Makes the stack's variables from its layers', the first of which is the template."""
+        """Makes the stack's variables from its layers', the first of which is the template.
+
+        A weight is learned if its own layer is to train it, and state otherwise, as BatchNorm's
+        statistics and seeds are. Freezing a layer does not make its weights state.
+        """
         learned_ids = set()
         for layer in private.flatten_layers(self.template):
             learned_ids |= {id(variable) for variable in private.trainable_variables(layer)}
@@ -192,14 +196,14 @@ class LayerStack(keras.layers.Layer):
                 name=variable.path.rpartition(f"{self.template.name}/")[2].replace("/", "."),
                 shape=(self.depth, *variable.shape),
                 dtype=private.variable_dtype(variable),
-                initializer=functools.partial(_stacked, copies),
+                initializer=functools.partial(_initial_stack, copies),
                 regularizer=variable.regularizer,
                 trainable=id(variable) in learned_ids,
                 # The body casts, so that its gradients are those of the variables in their own
                 # dtype.
                 autocast=False,
             )
-            stacked.trainable = variable.trainable
+            stacked.trainable = variable.trainable  # which is False in a frozen layer
             # A tf.train.Checkpoint does not look into Keras's lists.
             private.track_trackable(self, stacked, f"weights.{len(self._stacked_weights)}")
             self._stacked_weights.append(stacked)
@@ -227,8 +231,9 @@ class LayerStack(keras.layers.Layer):
         with naming(
             f"{stackable.describe(layer)}, built for x of shape {self._x_shape}", *OF_LAYERS
         ):
-            has_default_build = private.is_default_build(layer.build, False)
+            has_default_build = private.is_default_build(layer.build, False)  # the default: False
             if has_default_build and not all(part.built for part in parts):
+                # Without a `build` of its own, a layer's parts are built by its first call.
                 layer(keras.KerasTensor(self._x_shape, self.compute_dtype))
             elif not layer.built:
                 layer.build(self._x_shape)
@@ -341,14 +346,18 @@ class _Seeds(keras.random.SeedGenerator):
     def __init__(self, generators: Sequence[keras.random.SeedGenerator]):
         super().__init__(seed=0)
         seeds = {private.initial_seed(generator) for generator in generators}
-        # A seed that the layers share would drop the same elements in all of them.
+        # The user gave a seed, which several layers share. They would drop the same elements.
         is_shared = None not in seeds and len(seeds) < len(generators)
-        seed = seeds.pop() if is_shared else None
-        stride = _SEED_STRIDE if is_shared else 0
+        seed = None
+        stride = 0
+        if is_shared:
+            seed = seeds.pop()
+            stride = _SEED_STRIDE
         private.initial_seed.set(self, seed)
         states = [generator.state for generator in generators]
 
         def initial(shape, dtype):
+            # A state is a seed and a counter, [seed, counter]: only the seeds are moved apart.
             offsets = tf.range(shape[0], dtype=dtype)[:, tf.newaxis] * [stride, 0]
             inner_axes = [1] * (len(shape) - 2)
             return _stacked(states) + tf.reshape(offsets, [shape[0], *inner_axes, 2])
@@ -374,6 +383,11 @@ def _read(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     return [tf.convert_to_tensor(v.value) for v in variables]
 
 
-def _stacked(variables: Sequence[keras.Variable], *_: object, **__: object) -> tf.Tensor:
-    """Stacks variables; as an initializer, which is passed a shape and a dtype that are theirs."""
+def _initial_stack(variables: Sequence[keras.Variable], shape: object, dtype: object) -> tf.Tensor:
+    """Initializes a stack by its layers' variables, whose shape and dtype it has."""
+    return _stacked(variables)
+
+
+def _stacked(variables: Sequence[keras.Variable]) -> tf.Tensor:
+    """Stacks the values of variables along a new first axis."""
     return tf.stack(_read(variables))
