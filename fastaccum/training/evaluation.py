@@ -38,7 +38,7 @@ class Evaluation:
             data.read_at_most(steps * passes)
         self._builder = builder
         self._step = builder.get_or_build(data.sample, options)
-        # A dispatch has one micro-batch where the caller counts them.
+        # With `steps`, a dispatch has one micro-batch, so that a pass can end after any of them.
         micro_batches = 1
         if steps is None:
             micro_batches = options.gradient_accumulation_steps * options.steps_per_execution
@@ -46,7 +46,7 @@ class Evaluation:
         self._sample = data.sample
         self._model = self._step.objective.model.model
         self._read_once = data.read_once
-        self._passes: Iterator[Iterator[Dispatch]] = iter(())
+        self._passes_left: Iterator[Iterator[Dispatch]] = iter(())  # of data that is read once
         self._size = self._stacks.layout.accumulation  # batches in a dispatch
         self.batches: int | None = None  # in a pass, where that is known
         dispatches = self._stacks.steps_per_epoch
@@ -54,7 +54,7 @@ class Evaluation:
             self.batches = dispatches * self._size
 
     def __call__(self, hooks: Callbacks) -> dict[str, float]:
-        """Runs a pass and returns its logs; within a fit, the logs of its epoch go on as before."""
+        """Runs a pass and returns its logs; a fit around it keeps the logs of its own epoch."""
         with self._builder.keeping_logs():
             return self._run(hooks)
 
@@ -71,6 +71,7 @@ class Evaluation:
         hooks.list.on_test_begin()
         begin, end = hooks.hooks("test")
         totals: list[tf.Tensor] | None = None
+        # A pass has at least one dispatch, so that the loop sets `read_logs`.
         dispatches = step.lockstep(stacks, self._next_pass(), training=False)
         for first_batch, dispatch in zip(
             itertools.count(step=self._size), dispatches, strict=False
@@ -81,11 +82,13 @@ class Evaluation:
                 totals = sums
             else:
                 totals = [total + value for total, value in zip(totals, sums, strict=True)]
-            read = functools.partial(self._logs, totals, check)
-            end(first_batch + self._size - 1, read)
+            # Called by callbacks that want the logs, and after the last batch: it waits for the
+            # device.
+            read_logs = functools.partial(self._logs, totals, check)
+            end(first_batch + self._size - 1, read_logs)
             if self._model.stop_evaluating:
                 break
-        logs = read()
+        logs = read_logs()
         hooks.list.on_test_end(logs)
         return logs
 
@@ -96,11 +99,12 @@ class Evaluation:
             ValueError: raised if data that is read once is used up.
         """
         if self._read_once:
-            dispatches = next(self._passes, None)
+            dispatches = next(self._passes_left, None)
             if dispatches is not None:
                 return dispatches
-        self._passes = self._stacks.epochs(Position(0, 0))
-        return next(self._passes)
+        # The first pass, or a new reading of the data. Data that is read once and used up raises.
+        self._passes_left = self._stacks.epochs(Position(0, 0))
+        return next(self._passes_left)
 
     def _logs(self, totals: list[tf.Tensor], check: Callable[[], None]) -> dict[str, float]:
         check()
@@ -116,13 +120,15 @@ class Evaluation:
     def require_traceable(self, like: Batch) -> None:
         """Traces the evaluation, so that its errors come before training.
 
-        Rows that have the shapes of `like` need no trace.
+        It is left out for rows of the shapes of `like`, the data that trains: they have been traced
+        in the train step.
         """
         if _row_shapes(self._sample) == _row_shapes(like):
             return
 
         def one_micro_batch(spec: tf.TensorSpec) -> tf.TensorSpec:
-            return tf.TensorSpec([1, spec.shape[0] or 1, *spec.shape[1:]], spec.dtype)
+            rows = spec.shape[0] or 1  # 1 where their number is not known
+            return tf.TensorSpec([1, rows, *spec.shape[1:]], spec.dtype)
 
         stack = tf.nest.map_structure(one_micro_batch, self._sample)
         evaluate = tf.function(self._step.objective.evaluate, autograph=False)
