@@ -117,8 +117,6 @@ def _batches(
     """Batches what a model's own preprocessing takes; a list is one tensor, as in KerasHub."""
 
     def tensors(nest):
-        if nest is None:
-            return ()
         if isinstance(nest, tuple):
             return tuple(map(tensors, nest))
         if isinstance(nest, dict):
@@ -138,6 +136,8 @@ def _batches(
             "sample_weight without y: this model's preprocessor makes y and its weights from x. "
             "Leave sample_weight out, or pass y too."
         )
+    y = () if y is None else y
+    sample_weight = () if sample_weight is None else sample_weight
     batch = Batch(tensors(x), tensors(y), tensors(sample_weight))
     if any(tensor.shape.rank == 0 for tensor in tf.nest.flatten(batch)):
         raise ValueError(
@@ -147,10 +147,9 @@ def _batches(
     batch_size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
     size = checks.whole_number("batch_size", batch_size)
     parts = [batch.x]
-    if y is not None:
-        parts.append(batch.y)
-    if sample_weight is not None:
-        parts.append(batch.sample_weight)
+    for part in (batch.y, batch.sample_weight):
+        if not isinstance(part, tuple) or part:
+            parts.append(part)
     return tf.data.Dataset.from_tensor_slices(tuple(parts)).batch(size)
 
 

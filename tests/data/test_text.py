@@ -203,6 +203,7 @@ def test_validation_data_are_preprocessed_too():
         (("text", 1.0), ValueError, "x holds a scalar.*a list of strings"),
         ((["a", "b"], [1.0]), ValueError, r"different numbers of rows: \{'x': \[2\], 'y': \[1\]\}"),
         ((TEXT, None, W), ValueError, "sample_weight without y"),
+        ((TEXT, {"a": Y, "b": None}), ValueError, r"convert a value \(None\)"),
         (
             (iter([(TEXT, Y)]),),
             TypeError,
