@@ -16,52 +16,55 @@ from fastaccum.memory.analysis import dispatch_memory, stacked
 
 GLOBAL_BATCH = 1024  # rows
 COMPILATIONS = 5  # the most that a plan may take
-# Rows of the micro-batch that each limit allows: a limit is a byte less than the next larger
-# micro-batch takes.
+# The micro-batches, in rows, that the plans should choose. For each, the limit is a byte less than
+# the next larger one, of twice the rows, takes.
 CHOICES = (4, 64, 256)
 
 
 def run(options: argparse.Namespace) -> Result:
     """Plans every model under its three limits; with `quick` the MLP under one."""
     if options.quick:
-        rows = planned(CASES["MLP"], CHOICES[:1])
+        table = planned(CASES["MLP"], CHOICES[:1])
     else:
-        rows = []
+        table = []
         for case in CASES.values():
-            rows += planned(case)
+            table += planned(case)
     missed = []
-    for row in rows:
+    for row in table:
         if not row["largest"]:
             missed.append(f"{row['model']} below {row['limit MiB']:.1f} MiB")
         if row["compiled"] > COMPILATIONS:
             missed.append(f"{row['model']}: {row['compiled']} compilations")
     notes = (
-        f"`fa.plan` with a global batch of {GLOBAL_BATCH:,} rows, whose divisors are the "
-        f"micro-batches from 1 to {GLOBAL_BATCH:,}. Each limit is a byte less than what one of "
-        "them takes, which was compiled apart from the plan: the choice is to be the next "
-        "smaller one, and the plan itself to have compiled both."
+        f"`fa.plan` chooses among the divisors of a global batch of {GLOBAL_BATCH:,} rows. Each "
+        "limit is a byte less than the step with one of these micro-batches takes, as a "
+        "compilation apart from the plan shows. The plan must choose the next smaller "
+        "micro-batch, and must have compiled the larger one as well."
     )
-    return Result("The planner's choices", rows, missed, notes)
+    return Result("The planner's choices", table, missed, notes)
 
 
 def planned(case: Case, choices: tuple[int, ...] = CHOICES) -> list[dict[str, Any]]:
     """Plans a model for each limit and returns the rows of the table."""
     trainer = case.trainer()
-    rows = []
+    table = []
     for micro_batch in choices:
-        row = _planned(case, trainer, micro_batch)
-        rows.append(row)
+        row = _row(case, trainer, micro_batch)
+        table.append(row)
         print(row, file=sys.stderr)
-    return rows
+    return table
 
 
-def _planned(case: Case, trainer: fa.Trainer, rows: int) -> dict[str, Any]:
-    larger_peak = _peak(case, trainer, 2 * rows)
+def _row(case: Case, trainer: fa.Trainer, micro_batch: int) -> dict[str, Any]:
+    """Plans under the limit that allows this micro-batch, and no larger one."""
+    larger_size = 2 * micro_batch
+    larger_peak = _peak(case, trainer, larger_size)
     limit = larger_peak - 1
     plan = fa.plan(trainer, case.arrays(1), global_batch_size=GLOBAL_BATCH, memory_limit=limit)
     candidates = {candidate.batch_size: candidate for candidate in plan.considered}
-    larger = candidates.get(2 * rows)
+    larger = candidates.get(larger_size)
     is_confirmed = larger is not None and larger.peak_bytes == larger_peak and not larger.fits
+    is_choice_right = plan.batch_size == micro_batch and plan.peak_bytes <= limit
     return {
         "model": case.name,
         "limit MiB": limit / 2**20,
@@ -69,7 +72,7 @@ def _planned(case: Case, trainer: fa.Trainer, rows: int) -> dict[str, Any]:
         "micro-batches": plan.accumulation_steps,
         "peak MiB": plan.peak_bytes / 2**20,
         "next larger MiB": larger_peak / 2**20,
-        "largest": plan.batch_size == rows and plan.peak_bytes <= limit and is_confirmed,
+        "largest": is_choice_right and is_confirmed,
         "compiled": plan.compilations,
         "s": plan.seconds,
     }

@@ -1,4 +1,4 @@
-"""Measures that a train step is held against: its necessary FLOPs, a matmul's rate, memory."""
+"""Measures the limits of a train step: its necessary FLOPs, a matmul's rate, memory."""
 
 import math
 import pathlib
@@ -30,7 +30,7 @@ def _matmul(square):
 
 def _seconds_of_matmul(square):
     started = time.perf_counter()
-    # On the CPU this hands over the buffer as it is.
+    # Waits for the result. On a CPU, `numpy` copies nothing.
     _matmul(square).numpy()
     return time.perf_counter() - started
 
@@ -54,13 +54,17 @@ def train_flops(model, example):
     positions = example[0] if model.inputs[0].dtype == "int32" else 1
     total = 0
     for layer in model.layers:
-        # The first layer needs the gradient of its weights alone.
-        products = 2 if layer.input is model.inputs[0] else 3
+        # Products: one forward, and two backward, for the gradients of weights and of inputs. The
+        # first layer's inputs need no gradient.
+        products = 3
+        if layer.input is model.inputs[0]:
+            products = 2
         total += products * _forward_flops(layer, positions)
     return total
 
 
 def _forward_flops(layer, positions):
+    """Counts the operations of a forward pass on an example of so many tokens or pixels."""
     if isinstance(layer, LayerStack):
         return layer.depth * _forward_flops(layer.template, positions)
     if isinstance(layer, keras.layers.Conv2D):
@@ -69,7 +73,8 @@ def _forward_flops(layer, positions):
         return 2 * positions * math.prod(layer.kernel.shape)
     forward = sum(_forward_flops(inner, positions) for inner in layer._layers)
     if isinstance(layer, CausalSelfAttention):
-        # Scores and weighted values, over half of the pairs of positions.
+        # Two products, for scores and for weighted sums of values, each over half of the pairs of
+        # positions, as a token does not attend to later ones: 2 * 2 / 2 operations a pair.
         forward += 2 * positions**2 * layer.heads * layer.head_width
     return forward
 

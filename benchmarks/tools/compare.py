@@ -20,6 +20,8 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 UPDATES = 3  # trained for the comparison of losses and weights
+# The program of both sides' processes: it runs this file, but imports fastaccum and the benchmarks
+# of the checkout that its path names.
 SERVE = f"import runpy; runpy.run_path({__file__!r}, run_name='__serve__')"
 
 
@@ -37,34 +39,34 @@ def main(argv=None):
     options = parser.parse_args(argv)
     header = f"{'now / before':12}  {'train step':>10}  {'fit':>6}  {'temp memory':>11}"
     print(f"{header}  losses and weights")
-    with _worktree(options.commit) as before, tempfile.TemporaryDirectory() as scratch:
+    with _worktree(options.commit) as checkout, tempfile.TemporaryDirectory() as scratch:
         for workload in options.workload or [workload.name for workload in models.ALL]:
             with (
                 _Side(ROOT, workload, Path(scratch, "now")) as now,
-                _Side(before, workload, Path(scratch, "before")) as old,
+                _Side(checkout, workload, Path(scratch, "before")) as before,
             ):
-                step, fit = _ratios(now, old, options.rounds)
-                memory = now.temp_bytes / old.temp_bytes
+                step, fit = _ratios(now, before, options.rounds)
+                memory = now.temp_bytes / before.temp_bytes
                 row = f"{workload:12}  {step:10.3f}  {fit:6.3f}  {memory:11.3f}"
-                print(f"{row}  {_difference(now, old)}", flush=True)
+                print(f"{row}  {_difference(now, before)}", flush=True)
 
 
-def _ratios(now, old, rounds):
+def _ratios(now, before, rounds):
     """Times both sides in turn and returns the ratios of the train step and of `fit`."""
     from benchmarks.support.scores import ratio
 
     times_now = {"step": [], "fit": []}
-    times_old = {"step": [], "fit": []}
+    times_before = {"step": [], "fit": []}
     for i in range(rounds):
         for block in ("step", "fit"):
             if i % 2:
                 times_now[block].append(now.seconds(block))
-                times_old[block].append(old.seconds(block))
+                times_before[block].append(before.seconds(block))
             else:
-                times_old[block].append(old.seconds(block))
+                times_before[block].append(before.seconds(block))
                 times_now[block].append(now.seconds(block))
-    step = ratio(times_now["step"], times_old["step"])
-    fit = ratio(times_now["fit"], times_old["fit"])
+    step = ratio(times_now["step"], times_before["step"])
+    fit = ratio(times_now["fit"], times_before["fit"])
     return step, fit
 
 
@@ -81,11 +83,14 @@ def _worktree(commit):
 
 
 class _Side:
-    """Process that trains a workload with the code of one checkout."""
+    """Process that trains a workload with the code of one checkout.
 
-    def __init__(self, checkout, workload, outcome):
+    It saves the trained weights as `weights_file`, a path without the suffix.
+    """
+
+    def __init__(self, checkout, workload, weights_file):
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, workload, outcome],
+            [sys.executable, "-c", SERVE, workload, weights_file],
             cwd=checkout,
             env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "PYTHONPATH": str(checkout)},
             stdin=subprocess.PIPE,
@@ -95,7 +100,7 @@ class _Side:
         self.source, self.losses, self.temp_bytes = self._answer()
         if Path(self.source).parent.parent != checkout.resolve():
             raise RuntimeError(f"the process for {checkout} imported {self.source}.")
-        self.weights = list(np.load(f"{outcome}.npz").values())
+        self.weights = list(np.load(f"{weights_file}.npz").values())
 
     def __enter__(self):
         return self
@@ -115,17 +120,17 @@ class _Side:
         return json.loads(line)
 
 
-def _difference(now, old):
+def _difference(now, before):
     """Says if losses and weights are equal, or by how much they differ at most."""
-    if now.losses == old.losses and all(map(np.array_equal, now.weights, old.weights)):
+    if now.losses == before.losses and all(map(np.array_equal, now.weights, before.weights)):
         return "equal bit for bit"
     loss_differences = [
-        abs(new - before) / abs(before) for new, before in zip(now.losses, old.losses, strict=True)
+        abs(new - old) / abs(old) for new, old in zip(now.losses, before.losses, strict=True)
     ]
     weight_differences = [
-        np.max(abs(new - before)) / np.max(abs(before))
-        for new, before in zip(now.weights, old.weights, strict=True)
-        if before.any()
+        np.max(abs(new - old)) / np.max(abs(old))
+        for new, old in zip(now.weights, before.weights, strict=True)
+        if old.any()  # a variable of zeros has no relative difference
     ]
     return (
         f"differ: losses by {max(loss_differences):.1e}, weights by "
@@ -133,17 +138,19 @@ def _difference(now, old):
     )
 
 
-def serve(name, outcome):
-    """Trains with the checkout on this process's path, prints the outcome, then times blocks.
+def serve(name, weights_file):
+    """Trains with the checkout on this process's path, prints its results, then times blocks.
 
     Every line of the standard input names a block, "step" or "fit"; the answer is its seconds.
 
     Args:
         name: the workload's.
-        outcome: the file for the weights, without its suffix.
+        weights_file: the file for the trained weights, without its suffix.
     """
+    # Answers go to the standard output as it is now. What TensorFlow prints there from here on goes
+    # to the standard error.
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what TensorFlow prints is not an answer
+    os.dup2(2, 1)
     import fastaccum
 
     try:
@@ -156,7 +163,8 @@ def serve(name, outcome):
     step = contestants.as_train_step(trainer)
     fit = contestants.as_fit(trainer, workload)
     losses = [float(step.update(step.feed(stack))) for stack in workload.stacks(UPDATES)]
-    np.savez(outcome, *trainer.model.get_weights())
+    np.savez(weights_file, *trainer.model.get_weights())
+    # The trainer may run without XLA, whose plan has the temp memory.
     compiled = contestants.trainer(workload, jit_compile=True)
     temp_bytes = compiled.memory_analysis(workload.stacks(1)[0]).temp_bytes
     arrays = workload.arrays(workload.step_updates)

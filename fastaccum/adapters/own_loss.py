@@ -20,7 +20,8 @@ Reduction = Literal["mean", "sum"]
 def with_compiled_defaults(model: Model, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Fills missing arguments of `compile` in with what the model was compiled with.
 
-    Returns them with None for a loss without any entry: the model's own.
+    If the loss, or each entry of its nest, is still None, the returned loss is None: the model then
+    trains with the losses that it computes itself.
     """
     completed = dict(arguments)
     if completed["loss"] is None:
@@ -59,7 +60,8 @@ def _compiled_arguments(model: Model, arguments: Mapping[str, Any]) -> dict[str,
 def require_any(model: Model, called: bool = False) -> None:
     """Raises ValueError for a model without a loss of its own.
 
-    Only a model that has been `called` shows if it adds losses.
+    Only a call of the model shows if it adds losses. If it has not been `called`, a model that may
+    add some is accepted.
     """
     if called:
         adds_losses = bool(model.added_reductions)
@@ -83,7 +85,7 @@ def calls_python(model: Model, x: Nest, y: Nest, y_pred: Nest, sample_weight: Ne
         return False
 
     def no_loss(*tensors: Nest, **losses: Nest) -> tf.Tensor:
-        """Stands for the compiled loss, and for each of the model's losses."""
+        """Replaces the compiled loss and each of the model's losses: theirs are not the model's."""
         return tf.constant(0.0)
 
     def compute(batch: Sequence[Nest]) -> tf.Tensor:
@@ -96,14 +98,23 @@ def calls_python(model: Model, x: Nest, y: Nest, y_pred: Nest, sample_weight: Ne
             return model.compute_loss(x, y, y_pred, sample_weight, training=True)
 
     for rows in (TELLING_ROWS, None):  # None for a model of a fixed batch size
-        with contextlib.suppress(Exception):  # the step's own trace says errors better
+        # An error is not raised here: the step is traced later, and explains it better.
+        with contextlib.suppress(Exception):
             traced = trace(compute, (x, y, y_pred, sample_weight), rows)
             return bool(list_python_calls(traced.graph))
     return False
 
 
 class OwnLoss:
-    """The `compute_loss` that a model overrides, at a scale that is exact over all rows."""
+    """The `compute_loss` that a model overrides, computed a micro-batch at a time.
+
+    Losses inside it are rescaled, so that the update of all micro-batches has the loss that
+    `compute_loss` would return for the whole batch.
+
+    Args:
+        model: overrides `compute_loss`.
+        reduction: whether `compute_loss` is a mean or a sum over rows.
+    """
 
     def __init__(self, model: Model, reduction: Reduction):
         self._model = model
@@ -120,9 +131,13 @@ class OwnLoss:
         compiled: Callable[[Nest, Nest, Nest], tf.Tensor] | None,
         share: tf.Tensor | None,
     ) -> tf.Tensor:
-        """Returns the loss of a micro-batch, which has a `share` of a step's rows.
+        """Returns what `compute_loss` returns for a micro-batch.
 
-        The model's `compute_loss` calls `compiled` where it calls the compiled loss.
+        Args:
+            x, y, y_pred, sample_weight, training: the arguments of `compute_loss`.
+            compiled: computes the compiled loss where `compute_loss` asks for it; None without one.
+            share: the micro-batch's rows divided by those of the train step. None if its loss is
+                not a part of a train step's; nothing is rescaled then.
         """
 
         def compiled_loss(
@@ -136,9 +151,13 @@ class OwnLoss:
             if share is None:
                 return loss
             if self.reduction == "mean":
-                if get_reduction(loss) == "sum":  # a loss for each row, as Keras sums them
+                # The train step multiplies what `compute_loss` returns by the share and adds it
+                # up: right for a mean over rows. For a sum over rows this cancels the factor.
+                if get_reduction(loss) == "sum":
                     return loss / tf.cast(share, loss.dtype)
                 return loss
+            # The train step adds up what `compute_loss` returns. Each micro-batch has the whole
+            # regularisation loss, and the shares add up to 1: it counts once.
             if is_regularizer:
                 return loss * tf.cast(share, loss.dtype)
             return loss
@@ -156,7 +175,7 @@ class OwnLoss:
 
 
 def named_weights(sample_weight: Nest) -> Nest:
-    """Names the sample weights that `compute_loss` passes on, so that a probe finds them."""
+    """Gives sample weights a name in the graph, by which `step.probe` finds them."""
 
     def named(weight: tf.Tensor | None) -> tf.Tensor | None:
         if weight is None:

@@ -22,11 +22,12 @@ TRAIN_ABOUT = """\
 Trains a small language model (a transformer) on text, byte by byte. A part of the text is
 held out, and the model is evaluated on it. Writes a run folder: config.json, metrics.csv,
 curve.png, model.keras and checkpoints."""
-MOST = 10**6  # windows in a micro-batch, micro-batches in an update
+# The most windows in a micro-batch, micro-batches in an update, and bytes to generate.
+MOST = 10**6
 MOST_STEPS = 10**9
 PRESETS = ("nano", "micro", "124m", "350m", "1.3b")  # of `fastaccum.gpt`, by name
 TEMPERATURE = 0.8  # of `fastaccum generate`
-CONFIG_FILE = "config.json"  # by which a folder is a run's
+CONFIG_FILE = "config.json"  # a folder that holds one is a run's
 MODEL_FILE = "model.keras"
 # Names that other programs have for options of this one.
 OTHER_NAMES = {
@@ -64,8 +65,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line; `command` and `parser` are the subcommand's, `given` the options
-    that it names.
+    """Parses the command line.
+
+    The result also has the `command`, the `parser` of this command, and `named_options`, the set of
+    options that the command line names.
 
     Raises:
         BadArgument: raised for what is not an option, with the one that was probably meant; for
@@ -82,9 +85,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parsed.parser.error(
             f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown, parsed.parser)}"
         )
-    # Options cannot be abbreviated, and one that equals its default is given, too.
-    parsed.given = {argument.partition("=")[0] for argument in argv}
-    # Found here, and not some seconds later, when TensorFlow is imported.
+    # Values do not show which options were named, since a named one may have its default value.
+    # Arguments do, since options cannot be abbreviated.
+    parsed.named_options = {argument.partition("=")[0] for argument in argv}
+    # A missing file is reported here already: TensorFlow's import takes some seconds.
     if getattr(parsed, "resume", None) is not None:
         where = "name a folder that `fastaccum train` wrote, such as runs/nano-adamw-seed0"
         _require_file(
@@ -117,6 +121,7 @@ def _require_file(parser: Parser, argument: str, file: Path, where: str) -> None
 
 
 def make_parser() -> Parser:
+    """Makes the parser of the command line, with a subparser for each command."""
     about = "Trains a small language model on text, with gradient accumulation in one XLA program."
     parser = Parser(prog="fastaccum", description=about, epilog=EPILOG)
     parser.add_argument(
@@ -139,48 +144,49 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
         "train", help="train a small language model on text", description=about, epilog=EPILOG
     )
     add = train.add_argument
-    text = "the text; by default the source code of Python's standard library"
-    add("paths", nargs="*", metavar="FILE or FOLDER", help=text)
-    steps = "updates of the weights, in all (%(default)s)"
-    add("--steps", type=_whole(1, MOST_STEPS), default=300, metavar="N", help=steps)
-    size = "pieces of text that go through the model at once, a micro-batch (%(default)s)"
-    add("--batch-size", type=_whole(1, MOST), default=8, metavar="N", help=size)
-    accum = "micro-batches whose gradients are added up for one update (%(default)s)"
-    add("--accum", type=_whole(1, MOST), default=4, metavar="N", help=accum)
+    text_help = "the text; by default the source code of Python's standard library"
+    add("paths", nargs="*", metavar="FILE or FOLDER", help=text_help)
+    steps_help = "updates of the weights, in all (%(default)s)"
+    add("--steps", type=_whole(1, MOST_STEPS), default=300, metavar="N", help=steps_help)
+    size_help = "pieces of text that go through the model at once, a micro-batch (%(default)s)"
+    add("--batch-size", type=_whole(1, MOST), default=8, metavar="N", help=size_help)
+    accum_help = "micro-batches whose gradients are added up for one update (%(default)s)"
+    add("--accum", type=_whole(1, MOST), default=4, metavar="N", help=accum_help)
     precisions = ["auto", "float32", "mixed_float16", "mixed_bfloat16"]
-    precision = "auto (default): mixed_float16 on a GPU, float32 on a CPU"
-    add("--precision", choices=precisions, default="auto", help=precision)
-    preset = f"model size: {', '.join(PRESETS)} (%(default)s)"
-    add("--preset", choices=PRESETS, default="nano", metavar="NAME", help=preset)
-    optimizer = (
+    precision_help = "auto (default): mixed_float16 on a GPU, float32 on a CPU"
+    add("--precision", choices=precisions, default="auto", help=precision_help)
+    preset_help = f"model size: {', '.join(PRESETS)} (%(default)s)"
+    add("--preset", choices=PRESETS, default="nano", metavar="NAME", help=preset_help)
+    optimizer_help = (
         "a Keras optimizer (adamw, the default; lamb, lion, sgd, muon, ...), or one of "
         "tensorflow-addons as tfa:NAME (tfa:LAMB, tfa:NovoGrad, ...)"
     )
-    add("--optimizer", default="adamw", metavar="NAME", help=optimizer)
-    rate = (
+    add("--optimizer", default="adamw", metavar="NAME", help=optimizer_help)
+    rate_help = (
         "highest learning rate: it rises to this first, then falls to a 50th along a cosine "
         "(%(default)s)"
     )
+    # The range of float32's normal numbers.
     positive = _number(float, 2.0**-126, 2.0**127, "positive number, such as 0.004")
-    add("--lr", type=positive, default=0.004, metavar="RATE", help=rate)
-    seed = "random seed of weights and data (%(default)s)"
-    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help=seed)
-    out = (
+    add("--lr", type=positive, default=0.004, metavar="RATE", help=rate_help)
+    seed_help = "random seed of weights and data (%(default)s)"
+    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help=seed_help)
+    out_help = (
         "folder to write the run to, new or empty (by default runs/PRESET-OPTIMIZER-seedN, a new "
         "one)"
     )
-    add("--out", metavar="FOLDER", help=out)
-    every = "updates from one checkpoint to the next (%(default)s)"
-    add("--checkpoint-every", type=_whole(1, MOST_STEPS), default=50, metavar="N", help=every)
-    resume = (
+    add("--out", metavar="FOLDER", help=out_help)
+    every_help = "updates from one checkpoint to the next (%(default)s)"
+    add("--checkpoint-every", type=_whole(1, MOST_STEPS), default=50, metavar="N", help=every_help)
+    resume_help = (
         "continue the run in FOLDER from its last checkpoint, with its options; with --steps N "
         "it is extended to N updates, at the learning rate with which the run's own steps end"
     )
-    add("--resume", metavar="FOLDER", help=resume)
-    cache = (
+    add("--resume", metavar="FOLDER", help=resume_help)
+    cache_help = (
         "neither load nor keep compiled programs ($FASTACCUM_COMPILE_CACHE, or ~/.cache/fastaccum)"
     )
-    add("--no-compile-cache", dest="compile_cache", action="store_false", help=cache)
+    add("--no-compile-cache", dest="compile_cache", action="store_false", help=cache_help)
     train.set_defaults(command="train", parser=train)
 
 
@@ -201,14 +207,14 @@ def _add_generate(add_parser: Callable[..., Parser]) -> None:
         metavar="N",
         help="bytes to generate (%(default)s)",
     )
-    freely = (
+    temperature_help = (
         "how freely to choose: 0 for always the likeliest byte, 1 for as likely as the model "
         "says (%(default)s)"
     )
     temperature = _number(float, 0.0, 1000.0, "number from 0 to 1000, such as 0.8")
-    add("--temperature", type=temperature, default=TEMPERATURE, metavar="T", help=freely)
-    seed = "random seed of the choices (%(default)s)"
-    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help=seed)
+    add("--temperature", type=temperature, default=TEMPERATURE, metavar="T", help=temperature_help)
+    seed_help = "random seed of the choices (%(default)s)"
+    add("--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help=seed_help)
     generate.set_defaults(command="generate", parser=generate)
 
 

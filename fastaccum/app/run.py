@@ -153,7 +153,7 @@ def resume(options: argparse.Namespace) -> Run:
     """
     flags = {name: f"--{name.replace('_', '-')}" for name in OPTIONS}
     kept = {"--out", *flags.values()} - {"--steps"}
-    extra = sorted(kept & options.given)
+    extra = sorted(kept & options.named_options)
     if options.paths:
         extra.append("FILE or FOLDER")
     if extra:
@@ -161,7 +161,7 @@ def resume(options: argparse.Namespace) -> Run:
             f"--resume {options.resume}: a run keeps its options, all but --steps; leave out "
             f"{', '.join(extra)}"
         )
-    new_steps = options.steps if "--steps" in options.given else None
+    new_steps = options.steps if "--steps" in options.named_options else None
     file = Path(options.resume, CONFIG_FILE)
     try:
         config = json.loads(file.read_bytes())

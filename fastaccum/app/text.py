@@ -14,6 +14,7 @@ import numpy as np
 
 from fastaccum.app.options import CONFIG_FILE, TEMPERATURE
 
+# One file of so many is held out, or else the last of so many parts of the text: 5%.
 HELD_OUT_EVERY = 20
 
 
@@ -40,13 +41,14 @@ def standard_library() -> list[Path]:
 
 
 def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
-    """Reads files and folders, or else `standard_library()`, as bytes, and holds a part out as
-    `split` does.
+    """Reads files and folders, or else `standard_library()`, as bytes, and splits them by `split`.
 
     Folders are read in sorted order, without hidden files, folders of runs and files with a NUL
     byte.
     """
-    files = {}  # resolved, as one read twice could be in both parts; True for one that is named
+    # Each file by its resolved path, since one that was read twice could be trained on and held
+    # out. True marks a file that `paths` names itself.
+    files = {}
     if not paths:
         files = dict.fromkeys(standard_library(), False)
     for name in paths:
@@ -76,18 +78,21 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
 
 
 def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Splits contents of files into `(train, held_out)`, uint8 arrays, always in the same way."""
-    # Every 20th file is held out whole; where those hold less than 1% of all bytes, the last 20th
-    # of the joined text.
+    """Splits contents of files into `(train, held_out)`, uint8 arrays, always in the same way.
+
+    Every 20th file is held out whole. If there are fewer than 20, or if those have less than 1% of
+    all bytes, the last 20th of the joined text is held out instead.
+    """
     train = []
     held_out = []
     for number, content in enumerate(contents):
-        if number % HELD_OUT_EVERY == HELD_OUT_EVERY // 2 - 1:
+        if number % HELD_OUT_EVERY == HELD_OUT_EVERY // 2 - 1:  # the 10th, the 30th, ...
             held_out.append(content)
         else:
             train.append(content)
     total = sum(map(len, contents))
-    if sum(map(len, held_out)) * 100 < total or len(contents) < HELD_OUT_EVERY:
+    total_held_out = sum(map(len, held_out))
+    if len(contents) < HELD_OUT_EVERY or 100 * total_held_out < total:
         joined = np.frombuffer(b"".join(contents), np.uint8)
         end = total - total // HELD_OUT_EVERY
         return joined[:end], joined[end:]
@@ -95,9 +100,10 @@ def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class RandomWindows(keras.utils.PyDataset):
-    """Micro-batches of windows, and these one byte later: int32 `[batch_size, context]`.
+    """Micro-batches `(x, y)` of random windows, both int32 `[batch_size, context]`.
 
-    A micro-batch follows from the seed and its number alone.
+    `y` has the windows that begin one byte later than those of `x`. The seed and the number of a
+    micro-batch alone decide what it holds.
     """
 
     def __init__(self, ids: np.ndarray, context: int, batch_size: int, batches: int, seed: int):
@@ -155,7 +161,8 @@ def generate(
     ids = list(prompt)
     for _ in range(length):
         seen = ids[-context:]
-        # Padded behind to one shape, so that one program serves: a causal model never looks there.
+        # Padding at the end gives all inputs one shape, so that one program is compiled. A causal
+        # model does not read it.
         padded_BT = np.zeros((1, context), np.int32)
         padded_BT[0, : len(seen)] = seen
         scores = logits_at(padded_BT, np.int32(len(seen) - 1)).numpy().astype(np.float64)
@@ -188,12 +195,13 @@ def printable(data: bytes) -> str:
 
 def _files_below(folder: Path) -> Iterator[Path]:
     def fail(error: OSError) -> None:
-        raise error  # or what cannot be listed would be left out in silence
+        raise error
 
+    # Without `onerror`, `os.walk` would silently leave out a folder that it cannot list.
     for parent, folders, names in os.walk(folder, onerror=fail):
         config = Path(parent, CONFIG_FILE)
         if config.is_file() and b'"text_sha256"' in config.read_bytes():
-            folders.clear()  # of a run, whose files change while it goes on
+            folders.clear()  # skips the folder of a run, whose files change while it goes on
             continue
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):

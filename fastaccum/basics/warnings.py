@@ -13,9 +13,10 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Characters of a printed text. A user's repr may have millions.
+# The most characters that are printed of a text. A user's repr may have millions.
 LONGEST = 2000
-# Packages whose lines are not the user's.
+# Packages and modules whose lines are not the user's: decorators and context managers put those of
+# the standard library in between.
 _INNER = ("fastaccum", "keras", "tf_keras", "tensorflow", "contextlib", "functools")
 
 
@@ -26,7 +27,7 @@ def one_line(text: str) -> str:
     printable = []
     for character in text.replace("\n", " "):
         if not character.isprintable():
-            character = ascii(character)[1:-1]
+            character = ascii(character)[1:-1]  # without the quotes
         printable.append(character)
     return "".join(printable)
 
@@ -44,9 +45,8 @@ def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
 def short_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a public function so that its errors show the caller's lines, as Keras's do.
 
-    An error of any other kind than TypeError and ValueError keeps its lines, since it may be a
-    fault of this package. `keras.config.disable_traceback_filtering()` shows the lines of
-    fastaccum, Keras and TensorFlow, too.
+    Only a TypeError or ValueError is shortened: an error of another kind may be a fault of this
+    package. After `keras.config.disable_traceback_filtering()` no error is shortened.
     """
 
     @functools.wraps(function)
@@ -58,22 +58,27 @@ def short_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
 
             if keras.config.is_traceback_filtering_enabled():
                 _shorten(error)
-            raise error
+            raise error  # in Python 3.10, a bare `raise` would restore the lines
 
     return call
 
 
 def _shorten(error: BaseException | None) -> None:
-    """Drops the lines of packages from an error and its causes, but for where each arose."""
+    """Drops the lines of packages from the tracebacks of an error and its causes.
+
+    The line at which an error was raised stays.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         lines = list(traceback.walk_tb(error.__traceback__))
-        kept: types.TracebackType | None = None
+        # Links the traceback anew, from the line that raised the error outwards.
+        shortened: types.TracebackType | None = None
         for frame, number in reversed(lines):
-            if kept is None or not _is_inner(frame):
-                kept = types.TracebackType(kept, frame, frame.f_lasti, number)
-        error.__traceback__ = kept
+            raised_error = shortened is None
+            if raised_error or not _is_inner(frame):
+                shortened = types.TracebackType(shortened, frame, frame.f_lasti, number)
+        error.__traceback__ = shortened
         error = error.__cause__ or error.__context__
 
 

@@ -279,11 +279,11 @@ class Saver:
             return
         rates.prepare_repeat(hook)
         yield
-        change = rates.change(hook)
+        change = rates.find_change(hook)
         if change is None:
             return
         if settings.RATE in self.resumes_with:
-            rates.take(hook)
+            rates.record_repeat(hook)
             self._take(change)
             return
         warn(

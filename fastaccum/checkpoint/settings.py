@@ -18,13 +18,13 @@ from fastaccum.fingerprint.differences import differences
 from fastaccum.fingerprint.values import Json
 
 RATE = "learning_rate"
-# The hooks of callbacks that are called again where a fit is resumed.
+# The hooks of callbacks that a resumed fit calls although the fit before it has called them.
 TRAIN_HOOK = "on_train_begin"
 EPOCH_HOOK = "on_epoch_begin"
 # Settings of Keras's optimizers that are None where they are off, and numbers where they are on.
 _OPTIONAL = ("weight_decay", "clipnorm", "global_clipnorm", "clipvalue")
-# The variable of a learning rate that is a number, and the one in which tf_keras holds the value of
-# a schedule.
+# The names of variables that hold a learning rate: `learning_rate` if it is a number, and
+# `current_learning_rate`, in which tf_keras holds the value of a schedule.
 _RATE_VARIABLE = re.compile(r"(.*/)?(current_)?learning_rate(-\d+)?")
 
 
@@ -38,10 +38,12 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         saved = self.saved
         now = self.now
-        if isinstance(saved, dict) != isinstance(now, dict):  # a schedule and a number
+        # A schedule is a dict. Of a schedule and a number, its class and the number are shown.
+        if isinstance(saved, dict) != isinstance(now, dict):
             saved = _class_of(saved)
             now = _class_of(now)
-        return "; ".join(differences(saved, now, self.name, "{1} instead of {0}"))
+        template = "{1} instead of {0}"  # the present value instead of the saved one
+        return "; ".join(differences(saved, now, self.name, template))
 
 
 def _class_of(value: Any) -> Any:
@@ -76,12 +78,12 @@ def is_rate(variable: str) -> bool:
 
 def known(description: Json) -> list[str]:
     """Lists the settings that `resume` may name: the learning rate and the optimizer's numbers."""
-    names = []
+    settings = []
     for name, value in _settings(description["optimizer"]).items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number or name == RATE or name in _OPTIONAL:
-            names.append(name)
-    return names
+            settings.append(name)
+    return settings
 
 
 def require_known(resume: frozenset[str], description: Json) -> None:
@@ -123,8 +125,9 @@ def without(description: Json, resume: frozenset[str]) -> Json:
 
 
 def _settings(optimizer: Json) -> Json:
-    """Finds the part of an optimizer's description with its numbers: of the innermost, as
-    tensorflow-addons wraps.
+    """Returns the description of the innermost optimizer, which has the settings.
+
+    Optimizers of tensorflow-addons may wrap another.
     """
     while isinstance(optimizer.get("optimizer"), dict):
         optimizer = optimizer["optimizer"]
@@ -132,17 +135,17 @@ def _settings(optimizer: Json) -> Json:
 
 
 class HookRates:
-    """The learning rate that `on_train_begin`, and the epoch's `on_epoch_begin`, found and left
-    behind.
+    """Records the learning rates before and after callbacks' hooks, to repeat the hooks on resume.
 
-    A resumed fit calls both hooks again, the second if it goes on within an epoch. Each of them
-    finds the rate that it found in the uninterrupted training, and `on_epoch_begin` the state of
-    the callbacks, so that it sets and prints the same rate. If a hook leaves another one, the
-    callbacks are others than they were.
+    A resumed fit calls `on_train_begin` a second time, and `on_epoch_begin` too if it resumes
+    within an epoch. A callback that halves the rate there would halve it twice. `prepare_repeat`
+    therefore restores what the hook found when it was first called, so that it sets and prints the
+    same rate as then. If it sets another rate, the callbacks have changed: `find_change` returns
+    both rates.
 
     Attributes:
-        record: for each hook the rates "found" and "left" and the "callbacks", as a checkpoint
-            holds them.
+        record: for each hook the rates "found" and "left", and the states of the "callbacks" before
+            it, as a checkpoint holds them.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], callbacks: Callbacks, record: Json):
@@ -152,7 +155,7 @@ class HookRates:
 
     @contextlib.contextmanager
     def noting(self, hook: str) -> Iterator[None]:
-        """Notes the rates before and after the block, which calls the hook."""
+        """Records the rates before and after the block, which calls the hook."""
         found = self._read()
         states = {}
         if hook == EPOCH_HOOK:  # a callback may have no state before on_train_begin
@@ -161,25 +164,25 @@ class HookRates:
         self.record[hook] = {"found": found, "left": self._read(), "callbacks": states}
 
     def can_repeat(self, hook: str) -> bool:
-        """Tells if the rates are held as they were: a schedule of Keras 3 has no variable."""
+        """Tells if each recorded rate still has its variable; a schedule of Keras 3 has none."""
         return len(self.record[hook]["found"]) == len(self._variables)
 
     def prepare_repeat(self, hook: str) -> None:
-        """Puts back the rates and the callbacks' states that the hook found before."""
+        """Restores the rates and the states of callbacks from before the hook's first call."""
         noted = self.record[hook]
         for variable, rate in zip(self._variables, noted["found"], strict=True):
             variable.assign(rate)
         callback_state.restore_own(self._callbacks, noted["callbacks"])
 
-    def change(self, hook: str) -> Change | None:
-        """Returns the first rate that the repeated hook left otherwise than in the record."""
+    def find_change(self, hook: str) -> Change | None:
+        """Returns the first rate that the repeated hook has set otherwise than recorded, if any."""
         for noted, now in zip(self.record[hook]["left"], self._read(), strict=True):
             if noted != now:
                 return Change(RATE, noted, now)
         return None
 
-    def take(self, hook: str) -> None:
-        """Records the rates as the hook, called again, has left them."""
+    def record_repeat(self, hook: str) -> None:
+        """Records the rates that the repeated hook has set in place of the earlier ones."""
         self.record[hook] = {**self.record[hook], "left": self._read()}
 
     def _read(self) -> list[float]:

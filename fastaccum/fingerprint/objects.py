@@ -20,29 +20,39 @@ from fastaccum.basics.attributes import kinds
 from fastaccum.fingerprint import bytecode
 from fastaccum.kernels import private
 
-# Methods that run in each step: what they set follows from the rest of an object.
+# Methods that run in each step. The attributes that they set are not compared, as they are results
+# of the others.
 _RUN = ("call", "__call__", "update_state", "update_step")
 
-# Settings that are not compared: names are numbered anew in each process, dtypes are described as
-# the policy, and the shapes that a layer was built for as its variables.
+# Settings that are not compared: Keras numbers names anew in each process, the policy describes
+# dtypes, and the variables show the shapes that a layer was built for.
 _LEFT_OUT = ("name", "dtype", "build_config")
 
 # The text in place of a shape's first size.
 _BATCH = "batch"
 
-# Characters of a text, or entries of a collection, that are described whole: of more, a checksum
-# is, as every checkpoint holds the description.
+# The most characters of a text, or entries of a collection, that are described whole. A checksum
+# describes a longer one, since every checkpoint holds the description.
 _MAX_SIZE = 1000
 
-# Elements of an array that are described whole: of more, a checksum is, for the same reason.
+# The most elements of an array that are described whole, for the same reason.
 _MAX_ELEMENTS = 64
 
 
+class _Names(NamedTuple):
+    """The attributes that an object's methods use."""
+
+    read: frozenset[str]
+    set_in_steps: frozenset[str]  # by the methods that run in each step
+
+
 class _Scope(NamedTuple):
-    """The place of a value: what was met on the way to it."""
+    """The context of a value, by which its description differs."""
 
     names: frozenset[str]  # attributes that the user's code reads
-    met: dict[int, object]  # objects that were described, by id
+    # By id, what is not described again: objects that are known or were described, and the
+    # collections that hold the value. Each is kept, so that no later object gets its id.
+    met: dict[int, object]
     shapes: Sequence[list] = ()  # of the inputs that the layer around it was built for
     concealed: bool = False  # texts may be secrets
 
@@ -50,10 +60,10 @@ class _Scope(NamedTuple):
 def describe(thing: object, known: Iterable[object] = ()) -> Any:
     """Describes an object, a function or a nest of them as JSON holds it.
 
-    Of an object that is `known`, only the class is described; of every other, the class and
-    `get_config()`. Where these are the user's or fail, and for every function, a checksum of the
-    code is added, and what that code reads. Texts that it reads are described by their checksums,
-    and shapes without their batch axis.
+    A `known` object is described by its class, any other by its class and `get_config()`. If the
+    class is the user's, or `get_config()` fails, the description also has a checksum of the code
+    and the values that the code reads. A function is described by these two alone. Texts that code
+    reads are described by checksums, as they may be secrets, and shapes without their batch axis.
     """
     met = {id(member): member for member in known if member is not thing}
     return _describe(thing, _Scope(frozenset(), met))
@@ -90,7 +100,7 @@ def _describe(value: Any, scope: _Scope) -> Any:
 
     if isinstance(value, (types.MethodType, types.FunctionType, types.BuiltinFunctionType)):
         function = bytecode.find_function(value)
-        if function is None:
+        if function is None:  # it has no bytecode, or its package has a version to tell it apart
             return name
         owner = getattr(value, "__self__", None)
         if owner is not None:
@@ -149,22 +159,25 @@ def _describe_nest(value: Any, scope: _Scope) -> Any:
         return type(value).__name__
     scope.met[id(value)] = value
 
-    clear = scope._replace(concealed=False)
-    # A checksum of many entries conceals their texts.
-    inner = scope._replace(concealed=scope.concealed and len(value) <= _MAX_SIZE)
+    unconcealed = scope._replace(concealed=False)
+    # The entries of a large collection need no checksums of their own: it gets a single one.
+    is_concealed = scope.concealed and len(value) <= _MAX_SIZE
+    of_entries = scope._replace(concealed=is_concealed)
     description: Any
     if isinstance(value, dict):
         description = {
-            _describe(str(name), clear): _describe(entry, inner) for name, entry in value.items()
+            _describe(str(name), unconcealed): _describe(entry, of_entries)
+            for name, entry in value.items()
         }
     elif isinstance(value, (set, frozenset)):
         # The order of a set differs between processes, that of its entries' descriptions does not.
-        apart = clear._replace(met=dict(scope.met))
-        entries = sorted(value, key=lambda entry: repr(_describe(entry, apart)))
-        description = [_describe(entry, inner) for entry in entries]
+        # Objects that are described for the order alone do not count as described.
+        for_order = unconcealed._replace(met=dict(scope.met))
+        entries = sorted(value, key=lambda entry: repr(_describe(entry, for_order)))
+        description = [_describe(entry, of_entries) for entry in entries]
     else:
-        description = [_describe(entry, inner) for entry in value]
-        if description in scope.shapes:
+        description = [_describe(entry, of_entries) for entry in value]
+        if description in scope.shapes:  # two runs may differ in the batch size of an input
             description[0] = _BATCH
 
     del scope.met[id(value)]
@@ -188,33 +201,19 @@ def _get(value: Any, name: str, default: Any = None) -> Any:
 
 
 def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
-    """Describes an object by its configuration, attributes and code."""
+    """Describes an object by its configuration, its code, and the attributes that it reads."""
     methods = bytecode.methods(type(value))
-    config = _config(value)
-    # A configuration is empty where its `get_config` raises, as where an argument has none.
-    failed = not config and _get(value, "get_config") is not None
-
-    names_read: set[str] = set()
-    names_set: set[str] = set()
-    for method in methods:
-        is_compared = bytecode.is_users(method)
-        if failed:
-            is_compared = method.__name__ != "__init__"
-        if not is_compared:
-            continue
-        content = bytecode.read(method.__code__)
-        names_read |= content.names
-        if method.__name__ in _RUN:
-            names_set |= content.stored
-    names = (scope.names | names_read) - names_set
-
     classes = value.__class__.__mro__
-    if failed:
-        for kind in classes:
-            for argument in inspect.signature(kind.__init__).parameters:
-                names |= {argument, f"_{argument}"}
-    if config or failed:
-        # Objects are numbered by their names, anew in each process.
+    config = _config(value)
+    # Keras's `get_config` raises, for one, if an argument of `__init__` has no configuration.
+    config_failed = not config and _get(value, "get_config") is not None
+
+    used = _names_used(methods, config_failed)
+    names = (scope.names | used.read) - used.set_in_steps
+    if config_failed:
+        names |= _argument_names(classes)
+    if config or config_failed:
+        # Keras numbers the names of its objects anew in each process.
         names = frozenset(name for name in names if name.strip("_") != "name")
         dtype_policy = _get(value, "dtype_policy")
         dtype = _get(value, "dtype")
@@ -225,7 +224,8 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
     attribute_names: list[str] = []
     attributes = _class_attributes(classes) | getattr(value, "__dict__", {})
     is_users = any(bytecode.is_of_user(kind) for kind in classes)
-    if is_users or failed or not config:  # else the configuration says it all
+    # The configuration of Keras's own objects tells all of them.
+    if is_users or config_failed or not config:
         attribute_names = sorted((names & attributes.keys()) - config.keys())
 
     scope = scope._replace(names=names, concealed=False)
@@ -236,6 +236,35 @@ def _parts(value: Any, scope: _Scope) -> dict[str, Any]:
     attributes_read = {name: _get(value, name) for name in attribute_names}
     of_attributes = _describe(attributes_read, scope._replace(concealed=True))
     return description | of_attributes | _coded(methods, scope.met)
+
+
+def _names_used(methods: Sequence[types.FunctionType], config_failed: bool) -> _Names:
+    """Returns the attributes that the user's methods use.
+
+    Where `get_config` failed, those of all methods but `__init__` stand in for the configuration.
+    """
+    names_read: set[str] = set()
+    names_set: set[str] = set()
+    for method in methods:
+        is_compared = bytecode.is_users(method)
+        if config_failed:
+            is_compared = method.__name__ != "__init__"
+        if not is_compared:
+            continue
+        content = bytecode.read(method.__code__)
+        names_read |= content.names
+        if method.__name__ in _RUN:
+            names_set |= content.stored
+    return _Names(frozenset(names_read), frozenset(names_set))
+
+
+def _argument_names(classes: Sequence[type]) -> set[str]:
+    """Returns the attributes in which classes usually keep the arguments of `__init__`."""
+    names: set[str] = set()
+    for kind in classes:
+        for argument in inspect.signature(kind.__init__).parameters:  # type: ignore[misc]
+            names |= {argument, f"_{argument}"}
+    return names
 
 
 def _class_attributes(classes: Sequence[type]) -> dict[str, object]:
@@ -268,7 +297,7 @@ def _shapes(nest: object) -> list[list]:
 
 
 def _config(value: Any) -> dict[str, Any]:
-    """Returns the result of `get_config`, with objects in place of what stands for them.
+    """Returns the result of `get_config`, with objects in place of their names and configurations.
 
     It is empty if there is no `get_config`, or if that raises.
     """
@@ -276,7 +305,7 @@ def _config(value: Any) -> dict[str, Any]:
         return {"layers": value.layers}
 
     config: dict[str, Any] = {}
-    # A `get_config` of the user's may leave out what that of its base tells.
+    # Base classes come first: a user's `get_config` may leave out what that of its base tells.
     for kind in reversed(value.__class__.__mro__):
         if "get_config" in vars(kind):
             try:
@@ -284,9 +313,11 @@ def _config(value: Any) -> dict[str, Any]:
             except Exception:  # of whatever kind
                 config = {}
 
+    # A seed of which a generator was made may be a random number.
     attributes = getattr(value, "__dict__", {})
     if any(isinstance(held, keras.random.SeedGenerator) for held in attributes.values()):
         config.pop("seed", None)
+    # Where a configuration names or serialises an object, the object itself is in an attribute.
     for name in config:
         held = attributes.get(f"_{name}", attributes.get(name))
         parts = held if isinstance(held, (list, tuple)) else [held]
@@ -301,7 +332,7 @@ def _config(value: Any) -> dict[str, Any]:
 
 
 def _is_object(value: Any) -> bool:
-    """Tells if a configuration may hold something else in place of a value, such as its name."""
+    """Tells if a configuration may hold the value's name or configuration in its place."""
     return callable(value) or hasattr(value, "get_config") or isinstance(value, np.ndarray)
 
 
@@ -317,10 +348,10 @@ def _without_names(config: Any) -> Any:
 
 
 def _coded(functions: list[types.FunctionType], met: dict[int, object]) -> dict[str, object]:
-    """Describes functions by a checksum of their code, and by what the user's read.
+    """Describes functions by a checksum of their code, and by the variables that the user's read.
 
-    The checksum is of this version of Python. What a function reads is described beside its
-    arguments, which each call brings.
+    The checksum tells the version of Python, since bytecode differs between versions. Arguments are
+    not described, as each call brings its own.
     """
     if not functions:
         return {}

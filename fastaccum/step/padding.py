@@ -15,9 +15,9 @@ from fastaccum.basics.attributes import kinds, of_keras, raw, replaced, restored
 from fastaccum.data.stacks import Batch
 from fastaccum.step.model_objective import ModelObjective
 
-# Attributes of Keras's layers that draw: the layer draws nothing where they are 0.
+# Attributes of Keras's layers that draw random numbers. A layer draws none if they are 0.
 RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
-# The largest error of a result, relative to the largest of its kind, that padding may make.
+# The largest difference that padding may make, relative to the largest entry of the same array.
 TOLERANCE = 1e-4
 TOLERANCE_IN_HALF_PRECISION = 2e-2
 
@@ -27,11 +27,11 @@ class _Results(NamedTuple):
 
     outputs: list[np.ndarray]
     losses: list[np.ndarray]  # loss sums, then weight sums
-    state: list[np.ndarray]  # of the model, the metrics and the logs, after it
+    state: list[np.ndarray]  # the state of model, metrics and logs after the micro-batch
     gradients: list[np.ndarray]
 
     @property
-    def is_telling(self) -> bool:
+    def is_finite(self) -> bool:
         """Tells if the losses and gradients are finite."""
         return all(np.isfinite(array).all() for array in (*self.losses, *self.gradients))
 
@@ -44,13 +44,16 @@ class _Trial(NamedTuple):
 
 
 class Padding:
-    """Computes micro-batches as they are and padded, and compares all that comes out.
+    """Computes micro-batches as they are and padded, and compares all results.
 
-    The results are the model's outputs for the steps given, the losses, the metrics, the state that
-    they leave, and the gradients of losses and outputs. They are computed op by op, in training and
-    not, without dropout. The weights are as they are, moved by 0.1, and moved at random: a weight
-    of 0 would hide what it lets in, and a maximum what is below it. All state is restored
-    afterwards.
+    These are the model's outputs at the steps that are not padding, the losses, the state of model,
+    metrics and logs, and the gradients of losses and outputs. They are computed op by op and
+    without dropout.
+
+    A thorough comparison is made three times: with the weights as they are, moved by 0.1 (and not
+    in training), and moved at random. The weights of a new model may hide an influence of padding:
+    a weight of 0 hides what it multiplies, and a maximum hides values below it. All state is
+    restored afterwards.
 
     Args:
         objective: the model's.
@@ -76,16 +79,17 @@ class Padding:
     def is_same(self, unpadded: Batch, padded: Batch, thoroughly: bool) -> bool | None:
         """Tells if a padded micro-batch has the results of the unpadded one.
 
-        Returns None where they cannot be computed. If not `thoroughly`, compares no gradients, and
-        only with the weights as they are.
+        Returns None if the results cannot be computed or are not finite. If not `thoroughly`,
+        compares once, with the weights as they are, and no gradients.
         """
         marks_targets = bool(tf.nest.flatten(padded.real))
         if marks_targets and self._objective.metrics.has_own_functions:
-            # A value that is 0 before the training, as an accuracy may be, would show nothing.
+            # A user's metric may be 0 for an untrained model, as an accuracy is. That it stays 0
+            # with padding would not show that it leaves padding out.
             return False
         trials: Iterable[_Trial] = [_Trial(training=True, with_gradients=False)]
         if thoroughly:
-            trials = self._move_weights()
+            trials = self._trials_with_moved_weights()
         is_same = None
         with self._enter(), restored([*self._state, *self._weights]), replaced(self._without_draws):
             for trial in trials:
@@ -95,15 +99,18 @@ class Padding:
                 except Exception:
                     # The model may not take the micro-batch, as a sequence too short or too long.
                     return None
-                if not expected.is_telling:
+                if not expected.is_finite:
                     continue
                 if not self._agree(expected, actual):
                     return False
                 is_same = True
         return is_same
 
-    def _move_weights(self) -> Iterator[_Trial]:
-        """Moves the weights, and yields what is to be computed with them."""
+    def _trials_with_moved_weights(self) -> Iterator[_Trial]:
+        """Yields the trials of a thorough comparison, and moves the weights from one to the next.
+
+        The caller runs each trial before it takes the next, and restores the weights at the end.
+        """
         weights = self._weights
         before = [weight.read_value() for weight in weights]
         yield _Trial(training=True, with_gradients=True)
@@ -154,6 +161,7 @@ class Padding:
             ]
             objective.update_metrics(batch, forward, trial.training)
             total = tf.add_n([term.loss_sum for term in terms])
+            # Random factors, so that the gradients of an output's entries do not cancel.
             for number, output in enumerate(outputs):
                 factors = tf.random.stateless_normal(output.shape, seed=(2, number))
                 total += tf.reduce_sum(tf.cast(output, tf.float32) * factors)

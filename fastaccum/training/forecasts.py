@@ -10,7 +10,7 @@ import keras
 from fastaccum import checks
 from fastaccum.adapters.data_adapters import is_read_once, wrap_sequence
 from fastaccum.data.stacks import Batch
-from fastaccum.layers.remat import installed
+from fastaccum.layers import remat
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import specs
 from fastaccum.memory.summary import Summary, summary
@@ -42,8 +42,8 @@ def make_plan(
         memory_limit: as for `fastaccum.plan`.
         recompute: as for `fastaccum.plan`.
         verbose: as for `fastaccum.plan`.
-        bound_suffices: whether nothing need be compiled on a CPU that plainly has the room. The
-            plan then has a bound in place of the figures.
+        bound_suffices: skips the compilation if, on a CPU, an upper bound of the step's memory is
+            within the limit. The plan then shows this bound.
     """
     builder.fingerprint.require_alike(
         "plan",
@@ -60,19 +60,21 @@ def make_plan(
             "jit_compile=False: the memory of a step is read off XLA's plan, and without XLA "
             "there is none. Make the Trainer with jit_compile='auto', or pass a batch_size."
         )
+    # The end of the errors for what XLA cannot compile.
     instead = "pass a batch_size: what fits is read off an XLA program"
     compilable.require(builder.setup.model, instead)
 
     all_rows = checks.whole_number("global_batch_size", global_batch_size)
     replicas = builder.setup.replicas
-    count = 1 if replicas is None else replicas.count
-    sizes = planner.candidates(all_rows, count, at_most)
-    step = builder.get_or_build(specs(sample, sizes[-1]), options)
+    replica_count = 1 if replicas is None else replicas.count
+    sizes = planner.candidates(all_rows, replica_count, at_most)
+    largest_size = sizes[-1]
+    step = builder.get_or_build(specs(sample, largest_size), options)
     compilable.require_no_python(builder.calling_python, instead)
 
-    policies: Sequence[planner.Policy] = (None,)
-    # A model that recomputes already does so as its user chose.
-    if recompute and not installed(step.objective.model.model):
+    policies: Sequence[planner.Policy] = (None,)  # no recomputation but the model's own
+    # A model on which the user called `fa.remat` keeps the policy that it was given.
+    if recompute and not remat.installed(step.objective.model.model):
         policies = planner.RECOMPUTED
     search = planner.Planner(
         step,
@@ -128,6 +130,7 @@ def summarize(
         raise ValueError(
             "jit_compile=False: there is no XLA program to summarize. Pass jit_compile='auto'."
         )
+    # The end of the errors for what XLA cannot compile.
     instead = "do without a summary, whose figures are those of an XLA program"
     compilable.require(builder.setup.model, instead)
     step = builder.get_or_build(sample, options)
