@@ -444,22 +444,30 @@ def check_fit(kind, accumulation, start, trainer, history, arguments):
     check_weights(kind, start, trained, trainer)
 
 
+def judge_method(drawn, check):
+    """Judges a call of a method; `check` takes kind, accumulation, first weights and result."""
+    kind, accumulation, call = drawn
+    trainer = restored_trainer(kind, accumulation)
+    method = getattr(trainer, call.function.removeprefix("trainer."))
+    arguments = call.values()
+    start = trainer.model.get_weights()
+    before = bytes_of(trainer)
+
+    def check_result(result):
+        if call.function != "trainer.fit":
+            assert bytes_of(trainer) == before, "it moved something"
+        check(kind, accumulation, start, trainer, result, call.values())
+
+    judge(call, lambda: method(**arguments), check_result, lambda: bytes_of(trainer))
+
+
 @fuzz(150)
 @given(drawn=method_calls("fit"))
 def test_fit(drawn):
-    kind, accumulation, call = drawn
-    trainer = restored_trainer(kind, accumulation)
-    arguments = call.values()
-    start = trainer.model.get_weights()
-    judge(
-        call,
-        lambda: trainer.fit(**arguments),
-        lambda history: check_fit(kind, accumulation, start, trainer, history, call.values()),
-        lambda: bytes_of(trainer),
-    )
+    judge_method(drawn, check_fit)
 
 
-def check_evaluate(kind, trainer, logs, arguments):
+def check_evaluate(kind, accumulation, start, trainer, logs, arguments):
     x = arguments["x"]
     if is_data_source(x):
         batches = batches_of(x)
@@ -469,7 +477,7 @@ def check_evaluate(kind, trainer, logs, arguments):
     if arguments.get("steps") is not None:
         batches = batches[: int(arguments["steps"])]
     reference = reference_model(kind)
-    reference.set_weights(trainer.model.get_weights())
+    reference.set_weights(start)
     (batch,) = joined(batches, len(batches))
     expected = reference.test_on_batch(*batch, return_dict=True)["loss"]
     loss = logs["loss"] if isinstance(logs, dict) else np.ravel(logs)[0]
@@ -482,30 +490,13 @@ EVALUATE = ("x", "y", "sample_weight", "batch_size", "verbose", "callbacks", "st
 @fuzz(80)
 @given(drawn=method_calls("evaluate", EVALUATE))
 def test_evaluate(drawn):
-    kind, accumulation, call = drawn
-    trainer = restored_trainer(kind, accumulation)
-    arguments = call.values()
-    start = bytes_of(trainer)
-
-    def check(logs):
-        assert bytes_of(trainer) == start, "evaluate moved something"
-        check_evaluate(kind, trainer, logs, call.values())
-
-    judge(call, lambda: trainer.evaluate(**arguments), check, lambda: bytes_of(trainer))
+    judge_method(drawn, check_evaluate)
 
 
 @fuzz(60)
 @given(drawn=method_calls("predict", ("x", "batch_size", "verbose", "callbacks", "steps")))
 def test_predict(drawn):
-    kind, accumulation, call = drawn
-    trainer = restored_trainer(kind, accumulation)
-    arguments = call.values()
-    start = bytes_of(trainer)
-
-    def check(outputs):
-        assert bytes_of(trainer) == start, "predict moved something"
-
-    judge(call, lambda: trainer.predict(**arguments), check, lambda: bytes_of(trainer))
+    judge_method(drawn, lambda *results: None)
 
 
 # Trainer
