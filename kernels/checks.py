@@ -11,8 +11,12 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-# What a compiled program computes with: it takes anything nearer to 0 for 0.
-SMALLEST, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+# The range of float32 in a compiled program, which takes anything nearer to 0 for 0.
+SMALLEST = float(np.finfo(np.float32).tiny)
+LARGEST = float(np.finfo(np.float32).max)
+
+# Characters of a value that an error shows: more would hide what the error says.
+_MOST_CHARACTERS = 200
 
 Choice = TypeVar("Choice")
 
@@ -20,10 +24,14 @@ Choice = TypeVar("Choice")
 def shown(value: object) -> str:
     """Formats a value for an error: at most 200 characters, or its type if it has no `repr`."""
     try:
-        text = repr(value.item() if isinstance(value, np.generic) else value)
+        if isinstance(value, np.generic):
+            value = value.item()
+        text = repr(value)
     except Exception:
         return f"<{type(value).__name__}>"
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    if len(text) > _MOST_CHARACTERS:
+        return f"{text[:_MOST_CHARACTERS]}..."
+    return text
 
 
 def as_tensor(name: str, value: object) -> tf.Tensor:
@@ -53,7 +61,9 @@ def as_tensor(name: str, value: object) -> tf.Tensor:
 
 def _reachable(graph: tf.Graph) -> bool:
     """Returns whether the graph that is being traced, if any, may use the tensors of `graph`."""
-    current = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly():
+        return False
+    current = tf.compat.v1.get_default_graph()
     while current not in (None, graph):
         current = getattr(current, "outer_graph", None)
     return current is graph
@@ -61,25 +71,27 @@ def _reachable(graph: tf.Graph) -> bool:
 
 @contextlib.contextmanager
 def naming(culprit: str, *more: type[Exception]) -> Iterator[None]:
-    """Puts the argument's name in front of a TypeError, a ValueError or one of `more` raised inside
-    the block.
+    """Puts the argument's name in front of an error that is raised inside the block.
+
+    A TypeError stays one. A ValueError, or one of `more`, becomes a ValueError.
     """
     try:
         yield
-    except Exception as error:
-        if not isinstance(error, (TypeError, ValueError, *more)):
-            raise
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{culprit}: {error}") from error
+    except TypeError as error:
+        raise TypeError(f"{culprit}: {error}") from error
+    except (ValueError, *more) as error:
+        raise ValueError(f"{culprit}: {error}") from error
 
 
 def object_name(value: object) -> str | None:
     """Checks the name of a layer, a model or a loss, or None."""
-    if value is not None and not (
-        isinstance(value, str) and value.isprintable() and value and "/" not in value
-    ):
-        error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"name={shown(value)} must be a printable string without '/'.")
+    if value is None:
+        return None
+    message = f"name={shown(value)} must be a printable string without '/'."
+    if not isinstance(value, str):
+        raise TypeError(message)
+    if not value or not value.isprintable() or "/" in value:
+        raise ValueError(message)
     return value
 
 
@@ -106,18 +118,21 @@ def positive(name: str, value: object, or_else: str = "") -> float:
 
 def fraction(name: str, value: object) -> float:
     """Returns `value` as a float of at least 0 and below 1."""
-    return number(
-        name,
-        value,
-        "a number of at least 0 and below 1",
-        lambda v: 0 <= v < 1 and bool(np.float32(v) < 1),
-    )
+
+    def accepts(v):
+        return 0 <= v < 1 and bool(np.float32(v) < 1)
+
+    return number(name, value, "a number of at least 0 and below 1", accepts)
 
 
 def whole_number(name: str, value: Any, minimum: int | None = 1) -> int:
     """Returns `value` as an int of at least `minimum` (None for no bound)."""
-    rule = "a whole number" if minimum is None else f"a whole number of at least {minimum}"
-    least = -sys.maxsize if minimum is None else minimum
+    if minimum is None:
+        rule = "a whole number"
+        least = -sys.maxsize
+    else:
+        rule = f"a whole number of at least {minimum}"
+        least = minimum
     if isinstance(value, numbers.Integral) and int(value) > sys.maxsize:
         # of any length, so not shown
         raise ValueError(f"{name} must be {rule} and at most {sys.maxsize}.")

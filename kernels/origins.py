@@ -1,8 +1,7 @@
-"""Tells whose a class, a function or an object is: by the object that a module holds, not by what
-it says of itself.
+"""Tells which package defines a class, a function or an object.
 
-`functools.wraps` copies `__module__`, `__name__` and `__qualname__` to a user's function, and any
-class may set them.
+What counts is the object that a module holds, not what the object says of itself: `functools.wraps`
+copies `__module__`, `__name__` and `__qualname__` to a user's function, and any class may set them.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import tensorflow as tf
 
 
 def known_name(thing: object) -> str:
-    """Returns a class's or function's package and name, such as "keras.dice"; "" for what only says
-    that it is that.
+    """Returns a class's or function's package and name, such as "keras.dice".
 
-    A class or function is the package's if the module that it names holds this very object.
+    A class or function is the package's if the module that it names holds this very object. The
+    name is "" for one that only says so.
 
     >>> import functools, keras
     >>> @functools.wraps(keras.losses.dice)
@@ -27,18 +26,19 @@ def known_name(thing: object) -> str:
     >>> known_name(loss), known_name(keras.losses.dice)
     ('', 'keras.dice')
     """
-    own_package = package(thing)
-    if not own_package:
+    defining_package = package(thing)
+    if not defining_package:
         return ""
     thing = _unwrapped(thing)
-    return f"{own_package}.{getattr(thing, '__name__', type(thing).__name__)}"
+    name = getattr(thing, "__name__", type(thing).__name__)
+    return f"{defining_package}.{name}"
 
 
 def package(thing: object) -> str:
-    """Returns the package that defines a class or function, or an object's class; "" where it only
-    says so.
+    """Returns the package that defines a class or function, or an object's class.
 
-    A bound method is its object's class's: what it does follows from the methods that it calls.
+    This is "" for one that only says that a package defines it. A bound method is its object's
+    class's: what it does follows from the methods that it calls.
     """
     thing = _unwrapped(thing)
     owner = getattr(thing, "__self__", None)
@@ -56,34 +56,33 @@ def package(thing: object) -> str:
 
 
 def _unwrapped(thing: object) -> object:
-    # which names itself as the function that it runs
+    # A `tf.function` names itself as the function that it runs.
     if isinstance(thing, tf.types.experimental.GenericFunction):
         return getattr(thing, "python_function", thing)
     return thing
 
 
 def _holds(module: types.ModuleType, thing: Any) -> bool:
-    """Tells if a module holds a class or function at the place that this names, or is where it was
-    defined.
-    """
+    """Tells if a module holds or defines a class or function by the name that this gives itself."""
     if _is_defined_in(module, thing):
         return True
-    found: Any = module
+    held: Any = module
     for name in thing.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is thing
+        held = getattr(held, name, None)
+    return held is thing
 
 
 def _is_defined_in(module: types.ModuleType, thing: Any) -> bool:
-    """Tells by the globals of a function, which nothing copies; of a class made in a function by
-    those of its methods.
+    """Tells by the globals of a function, which nothing copies, if a module defines it.
 
-    A decorated function has the globals of its decorator, as Keras's and TensorFlow's own often
-    have.
+    For a class that is made in a function, the globals of its methods tell. A decorated function
+    has the globals of its decorator, as Keras's and TensorFlow's own often have.
     """
     if isinstance(thing, types.FunctionType):
         return thing.__globals__ is vars(module)
     if "<locals>" not in thing.__qualname__:
         return False
-    methods = [each for each in vars(thing).values() if isinstance(each, types.FunctionType)]
-    return any(each.__globals__ is vars(module) for each in methods)
+    for attribute in vars(thing).values():
+        if isinstance(attribute, types.FunctionType) and attribute.__globals__ is vars(module):
+            return True
+    return False
