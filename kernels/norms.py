@@ -22,10 +22,10 @@ _GELUS = ("keras.gelu", "keras_hub.gelu_approximate")
 def layer_norm(
     x: tf.Tensor, scale: tf.Tensor | None = None, offset: tf.Tensor | None = None, *, epsilon: float
 ) -> tf.Tensor:
-    """Subtracts each row's mean and divides by its standard deviation
-    (https://arxiv.org/abs/1607.06450).
+    """Subtracts each row's mean and divides by its standard deviation.
 
-    Computed in float32 (float64 for float64) and rounded to x's dtype:
+    This is the layer norm of https://arxiv.org/abs/1607.06450, computed in float32 (float64 for
+    float64) and rounded to x's dtype:
 
         mean, variance = tf.nn.moments(x, -1, keepdims=True)
         y = (x - mean) * rsqrt(variance + epsilon) * scale + offset
@@ -37,8 +37,9 @@ def layer_norm(
 
 
 def rms_norm(x: tf.Tensor, scale: tf.Tensor | None = None, *, epsilon: float) -> tf.Tensor:
-    """Divides each row by its root mean square (Zhang and Sennrich, 2019,
-    https://arxiv.org/abs/1910.07467).
+    """Divides each row by its root mean square.
+
+    This is the norm of Zhang and Sennrich (2019, https://arxiv.org/abs/1910.07467):
 
         y = x * rsqrt(mean(x**2, -1, keepdims=True) + epsilon) * scale
 
@@ -48,7 +49,8 @@ def rms_norm(x: tf.Tensor, scale: tf.Tensor | None = None, *, epsilon: float) ->
 
 
 def _norm(x, scale, offset, epsilon, centred):
-    wide, width = accumulator_dtype(x.dtype), [x.shape[-1]]
+    wide = accumulator_dtype(x.dtype)
+    width = [x.shape[-1]]
     # A GPU has the moments of half-precision values from one pass. bfloat16 rounds those more
     # coarsely, relative to their spread, than the difference of two sums; float16 does not: there
     # the row's first is taken off before.
@@ -60,7 +62,10 @@ def _norm(x, scale, offset, epsilon, centred):
             x_MD = tf.cast(x, wide)
             if one_pass and centred and x.dtype == tf.float16:
                 x_MD -= tf.stop_gradient(x_MD[..., :1])
-            mean_M1 = _mean(x_MD) if centred else tf.zeros([], wide)
+            if centred:
+                mean_M1 = _mean(x_MD)
+            else:
+                mean_M1 = tf.zeros([], wide)
             centred_MD = x_MD - mean_M1
             if one_pass:
                 variance_M1 = tf.maximum(_mean(tf.square(x_MD)) - tf.square(mean_M1), 0.0)
@@ -75,23 +80,31 @@ def _norm(x, scale, offset, epsilon, centred):
             dy_MD = tf.cast(dy, wide)
             dnormal_MD = dy_MD * scale_D
             # One difference after the other, as XLA:GPU knows it: one kernel.
-            dcentred_MD = dnormal_MD - _mean(dnormal_MD) if centred else dnormal_MD
+            dcentred_MD = dnormal_MD
+            if centred:
+                dcentred_MD = dnormal_MD - _mean(dnormal_MD)
             dcentred_MD -= normal_MD * _mean(dnormal_MD * normal_MD)
             rows = list(range(x.shape.rank - 1))
-            dscale_D, doffset_D = tf.reduce_sum(dy_MD * normal_MD, rows), tf.reduce_sum(dy_MD, rows)
+            dscale_D = tf.reduce_sum(dy_MD * normal_MD, rows)
+            doffset_D = tf.reduce_sum(dy_MD, rows)
             return tf.cast(rate_M1 * dcentred_MD, x.dtype), dscale_D, doffset_D
 
-        return tf.cast(normal()[0] * scale_D + offset_D, x.dtype), gradient
+        normal_MD, _ = normal()
+        return tf.cast(normal_MD * scale_D + offset_D, x.dtype), gradient
 
-    scale = tf.ones(width, wide) if scale is None else scale
-    return normalise(x, scale, tf.zeros(width, wide) if offset is None else offset)
+    if scale is None:
+        scale = tf.ones(width, wide)
+    if offset is None:
+        offset = tf.zeros(width, wide)
+    return normalise(x, scale, offset)
 
 
 def batch_norm(
     x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, *, epsilon: float
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Normalises each channel by its moments over all other axes, without XLA on a CPU; returns
-    both moments too.
+    """Normalises each channel by its moments over all other axes, and returns both moments too.
+
+    It is for a step without XLA on a CPU, and computes:
 
         mean, variance = tf.nn.moments(x, axes)  # all but the last
         y = tf.nn.batch_normalization(x, mean, variance, offset, scale, epsilon)
@@ -104,7 +117,8 @@ def batch_norm(
 
     def normal(x, scale, offset):
         mean, variance = tf.nn.moments(x, list(range(x.shape.rank - 1)))
-        return tf.nn.batch_normalization(x, mean, variance, offset, scale, epsilon), mean, variance
+        y = tf.nn.batch_normalization(x, mean, variance, offset, scale, epsilon)
+        return y, mean, variance
 
     @custom_gradient
     def normalise(x, scale, offset):
@@ -113,16 +127,16 @@ def batch_norm(
         @custom_gradient
         def differentiate(dy, x, scale):
             flat = [1, 1, -1, x.shape[-1]]
-            known = {
-                "scale": scale,
-                "reserve_space_1": mean,
-                "reserve_space_2": variance,
-                "reserve_space_3": [],
-            }
             dx, dscale, doffset, *_ = tf.raw_ops.FusedBatchNormGradV3(
-                y_backprop=tf.reshape(dy, flat), x=tf.reshape(x, flat), epsilon=epsilon, **known
+                y_backprop=tf.reshape(dy, flat),
+                x=tf.reshape(x, flat),
+                scale=scale,
+                reserve_space_1=mean,
+                reserve_space_2=variance,
+                reserve_space_3=[],
+                epsilon=epsilon,
             )
-            # A vectorized one would get the operation's own gradient, not Keras's: tf.nn.moments
+            # A vectorized gradient would get the operation's gradient, not Keras's: tf.nn.moments
             # stops a gradient.
             message = (
                 "BatchNormalization has no forward mode or Jacobian's gradient without XLA: use "
@@ -133,17 +147,17 @@ def batch_norm(
                 with tf.GradientTape() as second:
                     second.watch((dy, x, scale))
                     with tf.GradientTape() as first:
-                        first.watch(inputs := (x, scale, offset))
+                        inputs = (x, scale, offset)
+                        first.watch(inputs)
                         y, *_ = normal(*inputs)
                     gradients = first.gradient(y, inputs, dy)
                 if gradients[0] is None:  # in forward mode no tape records
                     raise LookupError(message)
                 return second.gradient(gradients, (dy, x, scale), upstream)
 
-            found = tf.reshape(dx, tf.shape(x)), dscale, doffset
-            return tuple(
-                tf.raw_ops.PreventGradient(input=t, message=message) for t in found
-            ), gradient
+            gradients = (tf.reshape(dx, tf.shape(x)), dscale, doffset)
+            guarded = tuple(tf.raw_ops.PreventGradient(input=t, message=message) for t in gradients)
+            return guarded, gradient
 
         return (y, mean, variance), lambda dy, *_: differentiate(dy, x, scale)
 
@@ -155,11 +169,11 @@ def _mean(t_MD):
 
 
 def gelu(x: tf.Tensor) -> tf.Tensor:
-    """Computes `0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))` (Hendrycks and Gimpel,
-    2016, https://arxiv.org/abs/1606.08415), on a GPU in float32 and rounded once.
+    """Computes `0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`.
 
-    x is of any floating dtype, and the result of the same. On a GPU its gradient is computed from x
-    alone.
+    This is the approximate GELU of Hendrycks and Gimpel (2016, https://arxiv.org/abs/1606.08415);
+    a GPU computes it in float32 and rounds once. x is of any floating dtype, and the result of the
+    same. On a GPU its gradient is computed from x alone.
     """
     if not has_gpu():  # for a CPU, an exponential costs more than the memory that it saves
         return tf.nn.gelu(x, approximate=True)
@@ -172,7 +186,8 @@ def gelu(x: tf.Tensor) -> tf.Tensor:
             # As a sigmoid: XLA would merge a second tanh with the first, and keep it in float32.
             part = tf.sigmoid(2 * _inner(t))
             slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * tf.square(t))
-            return tf.cast(tf.cast(dy, wide) * part * (1 + t * (1 - part) * slope), x.dtype)
+            dx = tf.cast(dy, wide) * part * (1 + t * (1 - part) * slope)
+            return tf.cast(dx, x.dtype)
 
         t = tf.cast(x, wide)
         return tf.cast(0.5 * t * (1 + tf.tanh(_inner(t))), x.dtype), gradient
@@ -189,10 +204,11 @@ def activated(activation: Callable[[tf.Tensor], tf.Tensor], x: tf.Tensor) -> tf.
     def activate(x):
         def gradient(dy):
             with tf.GradientTape(watch_accessed_variables=False) as tape:
-                # or XLA would keep what it has computed on the way forward
-                tape.watch(again := unfused(x))
-                y = activation(again)
-            return tape.gradient(y, again, dy)
+                # Else XLA would keep what it has computed on the way forward.
+                input_again = unfused(x)
+                tape.watch(input_again)
+                y = activation(input_again)
+            return tape.gradient(y, input_again, dy)
 
         return activation(x), gradient
 
