@@ -14,7 +14,7 @@ import tensorflow as tf
 from fastaccum.kernels import private
 
 R = TypeVar("R")
-# returns outputs and their gradient function
+# A function that returns outputs and their gradient function.
 Differentiated = Callable[..., tuple[R, Callable[..., object]]]
 
 
@@ -28,7 +28,9 @@ def custom_gradient(function: Differentiated[R]) -> Callable[..., R]:
     @tf.custom_gradient
     @functools.wraps(function)
     def named(*args: tf.Tensor) -> tuple[R, Callable[..., object]]:
-        scope = "/".join(filter(None, ("gradient_tape", tf.get_current_name_scope())))
+        scope = "gradient_tape"
+        if tf.get_current_name_scope():
+            scope = f"gradient_tape/{tf.get_current_name_scope()}"
         outputs, gradient = function(*args)
 
         def in_scope(*upstream: tf.Tensor, **variables: Sequence[tf.Variable]) -> object:
@@ -39,11 +41,13 @@ def custom_gradient(function: Differentiated[R]) -> Callable[..., R]:
 
     @tf.autograph.experimental.do_not_convert
     @functools.wraps(function)
-    def owned(*args: tf.Tensor) -> R:
-        with contextlib.nullcontext() if tf.executing_eagerly() else graph_scoped_gradients():
+    def freed_with_graph(*args: tf.Tensor) -> R:
+        if tf.executing_eagerly():
+            return named(*args)
+        with graph_scoped_gradients():
             return named(*args)
 
-    return owned
+    return freed_with_graph
 
 
 @contextlib.contextmanager
@@ -66,17 +70,29 @@ def graph_scoped_gradients() -> Iterator[None]:
 
 
 def _hand_over(registered: dict[str, dict[str, object]], name: str) -> None:
-    found: Any = (gradient := registered[name]["type"])
-    for each in ("tape_grad_fn", "result"):  # of the tensors that it differentiates
-        found = (
-            inspect.getclosurevars(found).nonlocals.get(each) if inspect.isfunction(found) else None
-        )
-    graph = next(
-        (t.graph for t in tf.nest.flatten(found) if tf.is_tensor(t) and hasattr(t, "graph")), None
-    )
+    """Moves a gradient function from the registry to the graph that it differentiates."""
+    gradient = registered[name]["type"]
+    graph = _graph_of(gradient)
     if graph is None:  # handed over before, or registered under a name of its own
         return
     graph.custom_gradients = [*getattr(graph, "custom_gradients", []), gradient]
     reference: Any = weakref.ref(gradient)
     registered[name] = {**registered[name], "type": lambda *args: reference()(*args)}
     weakref.finalize(graph, registered.pop, name, None).atexit = False
+
+
+def _graph_of(gradient: Any) -> Any:
+    """Returns the graph of the tensors that a registered gradient function differentiates."""
+    # TensorFlow's closures hold them: `tape_grad_fn`, and in it `result`.
+    result = _closure_value(_closure_value(gradient, "tape_grad_fn"), "result")
+    for t in tf.nest.flatten(result):
+        if tf.is_tensor(t) and hasattr(t, "graph"):
+            return t.graph
+    return None
+
+
+def _closure_value(function: Any, name: str) -> Any:
+    """Returns the value of a variable that a function closes over, or None."""
+    if not inspect.isfunction(function):
+        return None
+    return inspect.getclosurevars(function).nonlocals.get(name)
