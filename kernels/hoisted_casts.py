@@ -1,6 +1,4 @@
-"""Half-precision casts of float32 weights, and tables, made once before a loop and not in each of
-its turns.
-"""
+"""Half-precision casts of float32 weights, and tables, made once and not in each turn of a loop."""
 
 from __future__ import annotations
 
@@ -16,23 +14,30 @@ from fastaccum.kernels.trace_context import NO_CASTS, Casts, Find
 
 
 def hoisted_casts(values: Iterable[tuple[keras.Variable | tf.Variable, tf.Tensor]]) -> Casts:
-    """Returns casts that are made where each variable's value was read, outside of the loop that is
-    traced here.
+    """Returns casts that are made outside of the loop that is traced here.
+
+    They are made where each variable's value was read: `values` lists variables with their values.
     """
-    known = {id(variable): value for variable, value in values}
-    if not known:
+    value_by_id = {id(variable): value for variable, value in values}
+    if not value_by_id:
         return NO_CASTS
-    outside = next(iter(known.values())).graph
+    outside = next(iter(value_by_id.values())).graph
     made: dict[tuple[int | tuple, tf.DType], tf.Tensor] = {}
 
-    def find(asked, dtype):
-        is_table = isinstance(asked, tuple)
-        key = (asked if is_table else id(asked), dtype)
-        if key not in made:
-            if not is_table and id(asked) not in known:
-                return None
-            with outside.as_default():
-                made[key] = tf.cast(asked[0](*asked[1:]) if is_table else known[id(asked)], dtype)
+    def find(source, dtype):
+        is_table = isinstance(source, tuple)
+        key = (source if is_table else id(source), dtype)
+        if key in made:
+            return made[key]
+        if not is_table and id(source) not in value_by_id:
+            return None
+        with outside.as_default():
+            if is_table:
+                make, *arguments = source
+                value = make(*arguments)
+            else:
+                value = value_by_id[id(source)]
+            made[key] = tf.cast(value, dtype)
         return made[key]
 
     return _for_this_graph(find)
@@ -44,50 +49,57 @@ def rounded_layer(
     i: tf.Tensor,
     scope: keras.StatelessScope,
 ) -> Iterator[None]:
-    """Enters `scope`, and takes the cast of layer i's variable as a slice of that of the variable
-    of all layers.
-    """
-    of_stacks, stacked = (
-        trace_context.current().casts,
-        {id(variable): whole for variable, whole in stacks},
-    )
-    same = stateless_scope() is of_stacks.scope
+    """Enters `scope`, and slices the casts of layer i's variables from casts of stacked variables.
 
-    def find(asked, dtype):
-        if isinstance(asked, tuple):
-            return of_stacks.find(asked, dtype)
-        whole = of_stacks.find(stacked.get(id(asked)), dtype) if same else None
-        return None if whole is None else tf.gather(whole, i)
+    `stacks` lists the variables of one layer with those that hold them for all layers.
+    """
+    casts_of_stacks = trace_context.current().casts
+    stack_by_id = {id(variable): stack for variable, stack in stacks}
+    in_same_scope = stateless_scope() is casts_of_stacks.scope
+
+    def find(source, dtype):
+        if isinstance(source, tuple):
+            return casts_of_stacks.find(source, dtype)
+        if not in_same_scope:
+            return None
+        whole = casts_of_stacks.find(stack_by_id.get(id(source)), dtype)
+        if whole is None:
+            return None
+        return tf.gather(whole, i)
 
     with scope, trace_context.current().extended(casts=_for_this_graph(find)):
         yield
 
 
 def allow_outer_casts() -> contextlib.AbstractContextManager[None]:
-    """Lets functions traced inside the block capture casts as the loop around them may; none is
-    kept for later.
-    """
-    context, graph = trace_context.current(), tf.compat.v1.get_default_graph()
+    """Lets functions traced inside the block capture casts as the loop around them may.
 
-    def find(asked, dtype):
+    None of the functions may be kept for later calls.
+    """
+    context = trace_context.current()
+    graph = tf.compat.v1.get_default_graph()
+
+    def find(source, dtype):
         with graph.as_default():
-            return context.casts.find(asked, dtype)
+            return context.casts.find(source, dtype)
 
     return context.extended(casts=context.casts._replace(find=find))
 
 
 def _for_this_graph(find: Find) -> Casts:
+    """Limits casts to what may capture tensors of the graph that is traced now."""
     graph = tf.compat.v1.get_default_graph()
-    return Casts(
-        lambda asked, dtype: find(asked, dtype) if _may_capture_from(graph) else None,
-        stateless_scope(),
-    )
+
+    def find_here(source, dtype):
+        if not _may_capture_from(graph):
+            return None
+        return find(source, dtype)
+
+    return Casts(find_here, stateless_scope())
 
 
 def stateless_scope() -> keras.StatelessScope | None:
-    """Returns the scope that gives variables other values here, as a model's `stateless_call`
-    does.
-    """
+    """Returns the scope that gives variables other values, as in a model's `stateless_call`."""
     with keras.StatelessScope(initialize_variables=False) as inner:
         return inner.original_scope
 
@@ -107,34 +119,39 @@ def _may_capture_from(graph: tf.Graph) -> bool:
 def copy_of(variable: keras.Variable | tf.Variable, dtype: tf.DType) -> tf.Tensor | None:
     """Returns the cast of a variable that was made before, or None."""
     casts = trace_context.current().casts
-    return casts.find(variable, dtype) if stateless_scope() is casts.scope else None
+    if stateless_scope() is not casts.scope:
+        return None
+    return casts.find(variable, dtype)
 
 
 def table(
     make: Callable[..., tf.Tensor], *arguments: tf.Tensor | float, dtype: tf.DType | str
 ) -> tf.Tensor:
-    """Returns `tf.cast(make(*arguments), dtype)`, constant to autodiff; made once where the
-    arguments are numbers.
+    """Returns `tf.cast(make(*arguments), dtype)`, constant to autodiff.
+
+    Where the arguments are numbers, it is made once and not in each turn of a loop.
     """
-    # a size may be known only when this runs
-    known = not any(tf.is_tensor(argument) for argument in arguments)
-    found = (
-        trace_context.current().casts.find((make, *arguments), tf.as_dtype(dtype))
-        if known
-        else None
-    )
-    return tf.cast(make(*arguments), dtype) if found is None else found
+    # A size may be known only when the program runs: it is then a tensor of the loop's body.
+    if not any(tf.is_tensor(argument) for argument in arguments):
+        cast = trace_context.current().casts.find((make, *arguments), tf.as_dtype(dtype))
+        if cast is not None:
+            return cast
+    return tf.cast(make(*arguments), dtype)
 
 
 def rounded(weight: tf.Tensor, dtype: tf.DType, copy: tf.Tensor | None) -> tf.Tensor:
-    """Casts a weight, with the gradient of a cast; a `copy` is taken for the value, and the weight
-    is not read.
+    """Casts a weight, with the gradient of a cast.
+
+    A `copy` is taken for the value, and the weight is not read.
     """
     if copy is None:
         return tf.cast(weight, dtype)
 
     @custom_gradient
-    def standing_in(weight):
-        return tf.identity(copy), lambda dy: tf.cast(dy, weight.dtype)
+    def cast_of(weight):
+        def gradient(dy):
+            return tf.cast(dy, weight.dtype)
 
-    return standing_in(weight)
+        return tf.identity(copy), gradient
+
+    return cast_of(weight)
