@@ -1,5 +1,4 @@
-"""A linear layer's logits, one chunk of tokens and classes at a time, and what a chunk adds to
-gradients.
+"""A linear layer's logits in chunks of tokens and classes, and what a chunk adds to gradients.
 
 Shape suffixes: N tokens, D width, V vocabulary; n and v are the part of N and V in one chunk.
 """
@@ -13,10 +12,14 @@ import tensorflow as tf
 
 from fastaccum.kernels.xla_ops import dot, dynamic_add_slice
 
+# Tokens or columns of a chunk, in multiples of this: matrix units take whole tiles.
+_LENGTH_MULTIPLE = 32
+
 
 class Cut(NamedTuple):
-    """Axis in pieces of one length. The last piece begins early if it must, on what the one before
-    has covered.
+    """Axis in pieces of one length.
+
+    The last piece begins early if it must, on what the one before has covered.
     """
 
     pieces: int
@@ -35,27 +38,29 @@ class Cut(NamedTuple):
         return self.start(i) + tf.range(self.length) >= i * self.length
 
     def cut_up(self, t: tf.Tensor) -> tf.Tensor:
-        """Cuts a vector into its pieces, [pieces, length], with 0 in places that a piece before has
-        covered.
+        """Cuts a vector into its pieces, [pieces, length].
+
+        Places that a piece before has covered hold 0.
         """
         last = (self.pieces - 1) * self.length
-        return tf.reshape(
-            tf.concat([t[:last], tf.zeros([self.overlap]), t[last:]], 0), [self.pieces, self.length]
-        )
+        padded = tf.concat([t[:last], tf.zeros([self.overlap]), t[last:]], 0)
+        return tf.reshape(padded, [self.pieces, self.length])
 
 
 def cut(size: int, chunk: int) -> Cut:
-    """Cuts an axis into even pieces of at most `chunk`, of a multiple of 32 where possible: matrix
-    units want it.
-    """
+    """Cuts an axis into even pieces of at most `chunk`, of a multiple of 32 where possible."""
     if not size:
         return Cut(0, 0, 0)
-    length = min(size, chunk, 32 * math.ceil(size / math.ceil(size / chunk) / 32))
+    even_length = size / math.ceil(size / chunk)
+    rounded_length = _LENGTH_MULTIPLE * math.ceil(even_length / _LENGTH_MULTIPLE)
+    length = min(size, chunk, rounded_length)
     pieces = math.ceil(size / length)
     return Cut(pieces, length, pieces * length - size)
 
 
 class Chunk(NamedTuple):
+    """Logits of some tokens for some classes, and the tensors that they are computed from."""
+
     start: tuple[tf.Tensor, tf.Tensor]  # its first token and column
     place: tuple[tf.Tensor, tf.Tensor]  # among the pieces of the tokens and of the columns
     hidden_nD: tf.Tensor
@@ -67,16 +72,14 @@ class Chunk(NamedTuple):
         """Returns whether the label is in this chunk, and its logit there: bool and float32 [n]."""
         columns = self.logits_nv.shape[1]
         here_n = (self.label_n >= 0) & (self.label_n < columns)
-        return here_n, tf.gather(
-            self.logits_nv, tf.clip_by_value(self.label_n, 0, columns - 1), batch_dims=1
-        )
+        column_n = tf.clip_by_value(self.label_n, 0, columns - 1)
+        return here_n, tf.gather(self.logits_nv, column_n, batch_dims=1)
 
     def above(self, logit_n: tf.Tensor) -> tf.Tensor:
         """Counts the chunk's logits that are larger than those of the labels, int32 [n]."""
-        others_nv = tf.range(self.logits_nv.shape[1]) != self.label_n[:, tf.newaxis]
-        return tf.reduce_sum(
-            tf.cast((self.logits_nv > logit_n[:, tf.newaxis]) & others_nv, tf.int32), -1
-        )
+        is_not_label_nv = tf.range(self.logits_nv.shape[1]) != self.label_n[:, tf.newaxis]
+        is_above_nv = (self.logits_nv > logit_n[:, tf.newaxis]) & is_not_label_nv
+        return tf.reduce_sum(tf.cast(is_above_nv, tf.int32), -1)
 
 
 class Head(NamedTuple):
@@ -93,15 +96,24 @@ class Head(NamedTuple):
 
     def of(self, hidden_ND: tf.Tensor, kernel: tf.Tensor, *bias: tf.Tensor) -> Head:
         """Replaces the tensors; casts the kernel to hidden's dtype once, and not in each chunk."""
-        kernel = tf.cast(kernel, hidden_ND.dtype) if self.copy is None else self.copy
+        if self.copy is None:
+            kernel = tf.cast(kernel, hidden_ND.dtype)
+        else:
+            kernel = self.copy
         return self._replace(hidden_ND=hidden_ND, kernel=kernel, bias=bias)
 
     def chunk(self, i: tf.Tensor, column_N: tf.Tensor) -> Chunk:
-        row, column = i // self.columns.pieces, i % self.columns.pieces
-        n, v = self.tokens.start(row), self.columns.start(column)
-        width, order = self.hidden_ND.shape[1], 1 if self.transposed else -1
+        """Computes the logits of chunk i; `column_N` holds the labels."""
+        row = i // self.columns.pieces
+        column = i % self.columns.pieces
+        n = self.tokens.start(row)
+        v = self.columns.start(column)
+        width = self.hidden_ND.shape[1]
         hidden_nD = tf.slice(self.hidden_ND, [n, 0], [self.tokens.length, width])
-        kernel = tf.slice(self.kernel, [v, 0][::order], [self.columns.length, width][::order])
+        if self.transposed:
+            kernel = tf.slice(self.kernel, [v, 0], [self.columns.length, width])
+        else:
+            kernel = tf.slice(self.kernel, [0, v], [width, self.columns.length])
         logits_nv = dot(hidden_nD, kernel, transpose_b=self.transposed)
         for b_V in self.bias:
             logits_nv += tf.cast(tf.slice(b_V, [v], [self.columns.length]), tf.float32)
@@ -114,13 +126,14 @@ class Head(NamedTuple):
 
     def capped(self, logits: tf.Tensor) -> tf.Tensor:
         """Bounds logits by the soft cap, if there is one."""
-        return logits if self.soft_cap is None else self.soft_cap * tf.tanh(logits / self.soft_cap)
+        if self.soft_cap is None:
+            return logits
+        return self.soft_cap * tf.tanh(logits / self.soft_cap)
 
     def mean(self) -> tf.Tensor:
-        """Returns the mean of each token's logits, float32 [N]: hidden @ (the mean of the
-        kernel).
-        """
-        mean_D = tf.reduce_mean(tf.cast(self.kernel, tf.float32), 0 if self.transposed else 1)
+        """Returns the mean of each token's logits, float32 [N]: hidden @ (mean of the kernel)."""
+        column_axis = 0 if self.transposed else 1
+        mean_D = tf.reduce_mean(tf.cast(self.kernel, tf.float32), column_axis)
         mean_N = tf.linalg.matvec(tf.cast(self.hidden_ND, tf.float32), mean_D)
         for b_V in self.bias:
             mean_N += tf.reduce_mean(tf.cast(b_V, tf.float32))
@@ -138,24 +151,24 @@ class Head(NamedTuple):
         """Adds the share of a chunk to the gradients of hidden, kernel and bias, in float32."""
         dhidden_ND, dkernel, *dbias = sums
         n, v = chunk.start
-        smoothed_nv = tf.where(
-            tf.range(self.columns.length) == chunk.label_n[:, tf.newaxis], 1 - smoothing, 0.0
-        )
+        is_label_nv = tf.range(self.columns.length) == chunk.label_n[:, tf.newaxis]
+        smoothed_nv = tf.where(is_label_nv, 1 - smoothing, 0.0)
         if smoothing:
-            fresh_v = tf.cast(self.columns.fresh(chunk.place[1]), tf.float32)
+            _, column = chunk.place
+            fresh_v = tf.cast(self.columns.fresh(column), tf.float32)
             smoothed_nv += smoothing / self.columns.size * fresh_v
         dlogits_nv = softmax_nv * dlse_n[:, tf.newaxis] + smoothed_nv * dtarget_n[:, tf.newaxis]
-        # tanh's derivative; of the -inf of a column that another chunk has, 0
         if self.soft_cap is not None:
+            # The derivative of tanh: 0 for the -inf of a column that another chunk has.
             dlogits_nv *= tf.maximum(1 - tf.square(chunk.logits_nv / self.soft_cap), 0.0)
         dbias = [dynamic_add_slice(db_V, tf.reduce_sum(dlogits_nv, 0), [v]) for db_V in dbias]
         dlogits_nv = tf.cast(dlogits_nv, chunk.hidden_nD.dtype)
         dhidden_nD = dot(dlogits_nv, chunk.kernel, transpose_b=not self.transposed)
-        order = 1 if self.transposed else -1
-        a, b = (dlogits_nv, chunk.hidden_nD)[::order]
         dhidden_ND = dynamic_add_slice(dhidden_ND, dhidden_nD, [n, 0])
-        return [
-            dhidden_ND,
-            dynamic_add_slice(dkernel, dot(a, b, transpose_a=True), [v, 0][::order]),
-            *dbias,
-        ]
+        if self.transposed:
+            dkernel_part = dot(dlogits_nv, chunk.hidden_nD, transpose_a=True)
+            dkernel = dynamic_add_slice(dkernel, dkernel_part, [v, 0])
+        else:
+            dkernel_part = dot(chunk.hidden_nD, dlogits_nv, transpose_a=True)
+            dkernel = dynamic_add_slice(dkernel, dkernel_part, [0, v])
+        return [dhidden_ND, dkernel, *dbias]
