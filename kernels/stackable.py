@@ -1,5 +1,6 @@
-"""Checks that a LayerStack can hold layers: of one kind, sharing nothing, with nothing that it
-would silently drop.
+"""Checks that a LayerStack can hold layers.
+
+They must be of one kind, share nothing, and have nothing that a stack would silently drop.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import keras
 from fastaccum.kernels import private
 from fastaccum.kernels.checks import naming, shown
 
-# Of these the penalty of a stack is the sum of the layers' penalties.
+# The penalty of a stack of weights is the sum of the layers' penalties with these alone.
 SUMMED_REGULARIZERS = (
     keras.regularizers.L1,
     keras.regularizers.L2,
@@ -19,23 +20,30 @@ SUMMED_REGULARIZERS = (
     type(None),
 )
 
+# Keys of a layer's configuration whose values the layers of a stack need not share.
+_MAY_DIFFER = ("name", "seed", "build_config", "shared_object_id")
+
 
 def seed_generators(layer: keras.layers.Layer) -> list[keras.random.SeedGenerator]:
-    return [
-        generator
-        for part in private.flatten_layers(layer)
-        for generator in private.seed_generators(part)
-    ]
+    """Returns the seed generators of a layer and of the layers in it."""
+    generators = []
+    for part in private.flatten_layers(layer):
+        generators.extend(private.seed_generators(part))
+    return generators
 
 
 def variables(layer: keras.layers.Layer) -> list[keras.Variable]:
     """Returns the weights, then the states of the seed generators."""
-    return [*layer.weights, *(generator.state for generator in seed_generators(layer))]
+    states = [generator.state for generator in seed_generators(layer)]
+    return [*layer.weights, *states]
 
 
 def make(make_layer: Callable[[], keras.layers.Layer]) -> keras.layers.Layer:
-    with naming("make_layer"):
-        layer = make_layer() if callable(make_layer) else None
+    """Makes a layer, and checks that it is a Keras layer that is not quantized."""
+    layer = None
+    if callable(make_layer):
+        with naming("make_layer"):
+            layer = make_layer()
     if not isinstance(layer, keras.layers.Layer):
         raise TypeError(
             f"make_layer={shown(make_layer)} must be a Keras layer or a function that returns a "
@@ -50,23 +58,24 @@ def make(make_layer: Callable[[], keras.layers.Layer]) -> keras.layers.Layer:
 
 
 def describe(layer: keras.layers.Layer) -> str:
+    """Returns a layer's name and class for an error."""
     return f"layer {layer.name!r} ({type(layer).__name__})"
 
 
 def require_same_variables(layers: Sequence[keras.layers.Layer]) -> None:
     """Raises ValueError for layers whose variables are not alike, or are the same ones."""
-    expected, *_ = shapes = [
-        [(tuple(v.shape), private.variable_dtype(v)) for v in variables(layer)] for layer in layers
-    ]
-    owner: dict[int, int] = {}
+    first = layers[0]
+    expected = _specs(first)
+    owner: dict[int, int] = {}  # the number of the layer that has a variable, by its id
     for i, layer in enumerate(layers):
         # One may have been switched to a subclass that differs in its gradients alone.
-        alike = isinstance(layer, type(layers[0])) or isinstance(layers[0], type(layer))
-        if not alike or shapes[i] != expected:
+        is_same_kind = isinstance(layer, type(first)) or isinstance(first, type(layer))
+        specs = _specs(layer)
+        if not is_same_kind or specs != expected:
             raise ValueError(
-                f"Layer {i}, {describe(layer)}, has variables {shapes[i]}, but the first, "
-                f"{describe(layers[0])}, has {expected}. The layers of a LayerStack must be of "
-                "one kind, built for one shape."
+                f"Layer {i}, {describe(layer)}, has variables {specs}, but the first, "
+                f"{describe(first)}, has {expected}. The layers of a LayerStack must be of one "
+                "kind, built for one shape."
             )
         for variable in variables(layer):
             if owner.setdefault(id(variable), i) != i:
@@ -77,32 +86,39 @@ def require_same_variables(layers: Sequence[keras.layers.Layer]) -> None:
                 )
 
 
+def _specs(layer: keras.layers.Layer) -> list[tuple[tuple[int, ...], str]]:
+    """Returns the shape and dtype of each variable of a layer."""
+    return [(tuple(v.shape), private.variable_dtype(v)) for v in variables(layer)]
+
+
 def require_same_settings(layers: Sequence[keras.layers.Layer]) -> None:
     """Raises ValueError for layers that one body cannot stand for."""
-    first, *others = map(_settings, layers)
-    for i, each in enumerate(others, start=1):
-        if each != first:
+    expected = _settings(layers[0])
+    for i, layer in enumerate(layers[1:], start=1):
+        settings = _settings(layer)
+        if settings != expected:
             raise ValueError(
-                f"Layer {i} is {each}, but the first {first}: only names, weights and seeds may "
-                "differ."
+                f"Layer {i} is {settings}, but the first {expected}: only names, weights and "
+                "seeds may differ."
             )
 
 
 def _settings(layer: keras.layers.Layer) -> object:
-    """Returns a layer's configuration without what may differ between the layers of a stack: names
-    and seeds.
-    """
+    """Returns a layer's configuration without names and seeds, which may differ in a stack."""
     names: list[object] = []
 
     def comparable(config):
         if isinstance(config, dict):
             names.append(config.get("name"))
-            ignored = ("name", "seed", "build_config", "shared_object_id")
-            return {key: comparable(value) for key, value in config.items() if key not in ignored}
+            return {
+                key: comparable(value) for key, value in config.items() if key not in _MAY_DIFFER
+            }
         if isinstance(config, (list, tuple)):
             return [comparable(value) for value in config]
-        # The layers of a functional model refer to each other by name.
-        return names.index(config) if isinstance(config, str) and config in names else config
+        if isinstance(config, str) and config in names:
+            # The layers of a functional model refer to each other by name.
+            return names.index(config)
+        return config
 
     try:
         return comparable(layer.get_config())
@@ -124,9 +140,8 @@ def require_supported(layer: keras.layers.Layer) -> None:
                 "embed outside."
             )
     for variable in layer.weights:
-        if variable.constraint is not None or not isinstance(
-            variable.regularizer, SUMMED_REGULARIZERS
-        ):
+        is_summed = isinstance(variable.regularizer, SUMMED_REGULARIZERS)
+        if variable.constraint is not None or not is_summed:
             raise ValueError(
                 f"{variable.path!r} has constraint={variable.constraint!r} and "
                 f"regularizer={variable.regularizer!r}: stacked weights can have no constraint, "
