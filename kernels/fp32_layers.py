@@ -1,6 +1,4 @@
-"""Keras layers with float32 weight gradients under mixed precision, and switching a whole model to
-them.
-"""
+"""Keras layers with float32 weight gradients, and switching a mixed-precision model to them."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from fastaccum.kernels.xla_ops import HALF
 Shape = Sequence[int | None]
 Call = Callable[..., tf.Tensor]  # a layer's `call`
 Inputs: TypeAlias = "tf.Tensor | tf.SparseTensor"
-_SWITCHED: dict[type, type] = {}  # what a layer of Keras is switched to
-_KERAS: dict[type, type] = {}  # and back
+_SWITCHED: dict[type, type] = {}  # what each class of Keras is switched to
+_KERAS: dict[type, type] = {}  # the class of Keras that each of these stands for
 
 
 def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -60,32 +58,36 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
     >>> type(model.layers[0]) is keras.layers.Dense
     True
     """
-    layers = (layer for layer in all_layers(model) if type(layer) in _SWITCHED and _in_scope(layer))
+    layers = []
+    for layer in all_layers(model):
+        if type(layer) in _SWITCHED and _in_scope(layer):
+            layers.append(layer)
     return _change_class(layers, _SWITCHED)
 
 
 def fp32_calls(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, Call]]:
-    """Returns the layers among these that `fp32_weight_gradients` switches, with the `call_fp32` of
-    each.
-    """
-    computing = (
-        (layer, getattr(_SWITCHED.get(type(layer)), "call_fp32", None)) for layer in layers
-    )
-    return [
-        (layer, functools.partial(call, layer))
-        for layer, call in computing
-        if call and _in_scope(layer)
-    ]
+    """Returns the layers that `fp32_weight_gradients` switches, with the `call_fp32` of each."""
+    calls = []
+    for layer in layers:
+        call_fp32 = getattr(_SWITCHED.get(type(layer)), "call_fp32", None)
+        if call_fp32 is not None and _in_scope(layer):
+            calls.append((layer, functools.partial(call_fp32, layer)))
+    return calls
 
 
 def plain_weight_gradients(
     layers: keras.layers.Layer | Iterable[keras.layers.Layer],
 ) -> list[keras.layers.Layer]:
-    """Undoes `fp32_weight_gradients` for the layers that it returned, or for all of a model, and
-    returns which.
+    """Undoes `fp32_weight_gradients` for the layers that it returned, or for all of a model.
+
+    Returns:
+        The layers that were switched back.
     """
     try:
-        layers = list(all_layers(layers) if isinstance(layers, keras.layers.Layer) else layers)
+        if isinstance(layers, keras.layers.Layer):
+            layers = list(all_layers(layers))
+        else:
+            layers = list(layers)
     except Exception:  # of whatever was passed
         layers = [layers]
     if not all(isinstance(layer, keras.layers.Layer) for layer in layers):
@@ -96,15 +98,16 @@ def plain_weight_gradients(
 def _change_class(
     layers: Iterable[keras.layers.Layer], to: dict[type, type]
 ) -> list[keras.layers.Layer]:
-    layers = list({id(layer): layer for layer in layers if type(layer) in to}.values())
-    for layer in layers:
+    """Changes the class of each layer that `to` has one for, and returns these layers."""
+    changed = {id(layer): layer for layer in layers if type(layer) in to}
+    for layer in changed.values():
         # Past Keras's own __setattr__, which tracks what is assigned.
         object.__setattr__(layer, "__class__", to[type(layer)])
-    return layers
+    return list(changed.values())
 
 
 def all_layers(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
-    """Every layer of a Keras 3 model, and those that a LayerStack calls without tracking them."""
+    """Yields each layer of a Keras 3 model, and those that a LayerStack calls untracked."""
     if not isinstance(model, keras.layers.Layer):
         raise TypeError(f"model={shown(model)} is not a Keras 3 model or layer.")
     for layer in private.flatten_layers(model):
@@ -114,8 +117,10 @@ def all_layers(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
 
 
 def _in_scope(layer: keras.layers.Layer) -> bool:
+    """Returns whether a layer computes in half precision from float32 weights of its own alone."""
+    half_dtypes = [dtype.name for dtype in HALF]
     return (
-        layer.compute_dtype in [d.name for d in HALF]
+        layer.compute_dtype in half_dtypes
         and layer.variable_dtype == "float32"
         and layer.quantization_mode is None
         and not getattr(layer, "lora_enabled", False)
@@ -123,8 +128,9 @@ def _in_scope(layer: keras.layers.Layer) -> bool:
 
 
 def _switches(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable) -> bool:
-    """Returns whether a layer may leave Keras's call: not with LoRA, sparse inputs, or a `weight`
-    without autocast.
+    """Returns whether a layer may leave Keras's call.
+
+    It may not with LoRA, sparse inputs, or a `weight` without autocast.
     """
     return (
         isinstance(inputs, tf.Tensor)
@@ -134,23 +140,26 @@ def _switches(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable)
 
 
 def _float32(variable: keras.Variable) -> tf.Tensor:
-    """The variable itself, where Keras would cast it to the layer's compute dtype."""
+    """Returns a variable's value, which Keras would cast to the layer's compute dtype."""
     with private.AutocastScope(None):
         return tf.convert_to_tensor(variable)
 
 
 def _finish(layer: keras.layers.Layer, y: tf.Tensor) -> tf.Tensor:
+    """Adds a layer's bias and applies its activation."""
     if layer.bias is not None:
         bias = _float32(layer.bias)
         if getattr(layer, "data_format", None) == "channels_first":
             bias = tf.reshape(bias, [-1, *[1] * layer.rank])
         # Broadcast before the cast, so that autodiff sums after its own cast, in float32.
         y += tf.cast(tf.broadcast_to(bias, tf.shape(y)), y.dtype)
-    return y if layer.activation is None else activated(layer.activation, y)
+    if layer.activation is None:
+        return y
+    return activated(layer.activation, y)
 
 
 def _weight(variable: keras.Variable, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """The variable itself, and its copy in the inputs' dtype where that is at hand."""
+    """Returns a variable's value, and its copy in the inputs' dtype where that is at hand."""
     return _float32(variable), copy_of(variable, inputs.dtype)
 
 
@@ -159,28 +168,23 @@ def _convolve(
 ) -> tf.Tensor:
     if not _switches(layer, inputs, private.kernel(layer)):
         return call(inputs)
-    of_one_pixel = (
-        {*layer.kernel_size} == {1} and layer.groups == 1 and layer.data_format == "channels_last"
-    )
-    pixels = (
-        (slice(None), *(slice(None, None, stride) for stride in layer.strides))
-        if of_one_pixel
-        else None
-    )
-    return _finish(
-        layer,
-        convolution_fp32_wgrad(
-            convolution, inputs, *_weight(private.kernel(layer), inputs), pixels
-        ),
-    )
+    pixels = None
+    is_pointwise = set(layer.kernel_size) == {1} and layer.groups == 1
+    if is_pointwise and layer.data_format == "channels_last":
+        strided = [slice(None, None, stride) for stride in layer.strides]
+        pixels = (slice(None), *strided)
+    kernel, copy = _weight(private.kernel(layer), inputs)
+    return _finish(layer, convolution_fp32_wgrad(convolution, inputs, kernel, copy, pixels))
 
 
 def _switched_from_base(layer: Any) -> Any:
-    """Registers a subclass of Keras's; one with a `call_fp32` makes Keras's `call` its second
-    argument.
+    """Registers a subclass of a class of Keras's as what that is switched to.
+
+    Its `call_fp32`, if it has one, is called with Keras's `call` as its first argument.
     """
     base = layer.__base__
-    _SWITCHED[base], _KERAS[layer] = layer, base
+    _SWITCHED[base] = layer
+    _KERAS[layer] = base
     if hasattr(layer, "call_fp32"):
 
         @functools.wraps(base.call)  # whose signature Keras reads
@@ -198,7 +202,8 @@ class Fp32Dense(keras.layers.Dense):
     def call_fp32(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
         if not _switches(self, inputs, private.kernel(self)):
             return call(inputs, training=training)
-        return _finish(self, matmul_fp32_wgrad(inputs, *_weight(private.kernel(self), inputs)))
+        kernel, copy = _weight(private.kernel(self), inputs)
+        return _finish(self, matmul_fp32_wgrad(inputs, kernel, copy))
 
 
 @_switched_from_base
@@ -211,9 +216,8 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
             and matmul_axes(self.equation, inputs, private.kernel(self))
         ):
             return call(inputs, training=training)
-        return _finish(
-            self, einsum_fp32_wgrad(self.equation, inputs, *_weight(private.kernel(self), inputs))
-        )
+        kernel, copy = _weight(private.kernel(self), inputs)
+        return _finish(self, einsum_fp32_wgrad(self.equation, inputs, kernel, copy))
 
 
 @_switched_from_base
@@ -227,9 +231,8 @@ class Fp32Conv1D(keras.layers.Conv1D):
                 x, kernel, self.strides, "valid", self.data_format, self.dilation_rate
             )
 
-        return _convolve(
-            self, call, causal if self.padding == "causal" else self.convolution_op, inputs
-        )
+        convolution = causal if self.padding == "causal" else self.convolution_op
+        return _convolve(self, call, convolution, inputs)
 
 
 @_switched_from_base
@@ -242,32 +245,29 @@ class Fp32Conv2D(keras.layers.Conv2D):
 
 @_switched_from_base
 class Fp32ReversibleEmbedding(keras.layers.ReversibleEmbedding):
-    """`keras.layers.ReversibleEmbedding` with float32 weight gradients where it projects to
-    logits.
-    """
+    """`keras.layers.ReversibleEmbedding` with float32 weight gradients of its projection."""
 
     def call_fp32(self, call: Call, inputs: Inputs, reverse: bool = False) -> tf.Tensor:
-        if not (
-            reverse
-            and self.reverse_dtype is None
-            and _switches(self, inputs, private.embeddings(self))
-        ):
+        is_projection = reverse and self.reverse_dtype is None
+        if not (is_projection and _switches(self, inputs, private.embeddings(self))):
             return call(inputs, reverse=reverse)
-        kernel, copy = _weight(
-            private.embeddings(self) if self.tie_weights else self.reverse_embeddings, inputs
-        )
         if self.tie_weights:
-            kernel, copy = tf.transpose(kernel), None if copy is None else tf.transpose(copy)
+            kernel, copy = _weight(private.embeddings(self), inputs)
+            kernel = tf.transpose(kernel)
+            if copy is not None:
+                copy = tf.transpose(copy)
+        else:
+            kernel, copy = _weight(self.reverse_embeddings, inputs)
         logits = matmul_fp32_wgrad(inputs, kernel, copy)
-        cap = self.logit_soft_cap
-        return logits if cap is None else cap * tf.tanh(logits / cap)
+        soft_cap = self.logit_soft_cap
+        if soft_cap is None:
+            return logits
+        return soft_cap * tf.tanh(logits / soft_cap)
 
 
 @_switched_from_base
 class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
-    """`keras.layers.MultiHeadAttention` that makes its projections with float32 weight
-    gradients.
-    """
+    """`keras.layers.MultiHeadAttention` whose projections have float32 weight gradients."""
 
     def build(self, query_shape: Shape, value_shape: Shape, key_shape: Shape | None = None) -> None:
         super().build(query_shape, value_shape, key_shape)
@@ -276,9 +276,7 @@ class Fp32MultiHeadAttention(keras.layers.MultiHeadAttention):
 
 @_switched_from_base
 class Fp32GroupQueryAttention(keras.layers.GroupQueryAttention):
-    """`keras.layers.GroupQueryAttention` that makes its projections with float32 weight
-    gradients.
-    """
+    """`keras.layers.GroupQueryAttention` whose projections have float32 weight gradients."""
 
     def build(self, query_shape: Shape, value_shape: Shape, key_shape: Shape | None = None) -> None:
         super().build(query_shape, value_shape, key_shape)
