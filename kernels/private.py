@@ -1,11 +1,10 @@
-"""Private names of TensorFlow, Keras and tf_keras: this module alone knows them, and where each
-release keeps them.
+"""Private names of TensorFlow, Keras and tf_keras, and the places where each release keeps them.
 
-Releases move or drop such names. So each is looked up where it is first used, at each of its places
-in turn, the newest first, and the import of fastaccum needs none: a module that uses one as it is
-imported asks `has` before. What is not found turns off the feature that needs it, and raises
-`MissingName`, which says so, where that feature is used. A public name is used wherever there is
-one.
+No other module knows such names. Releases move or drop them. So each is looked up where it is first
+used, at each of its places in turn, the newest first. The import of fastaccum needs none: a module
+that uses one as it is imported asks `has` before. A name that is missing turns off the feature that
+needs it: `MissingName` is raised where that feature is used. A public name is used wherever there
+is one.
 
 `python -m fastaccum.kernels.private` prints the names that the installed releases lack, and what is
 off without them.
@@ -15,15 +14,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 from typing import Any, NamedTuple
 
 _REQUIRED: Any = object()  # stands for "no default"
 
 
 class MissingName(RuntimeError):
-    """Raised where a feature needs a private name that the installed TensorFlow or Keras does not
-    have.
-    """
+    """Raised where the installed TensorFlow or Keras lacks a private name that a feature needs."""
 
 
 class Place(NamedTuple):
@@ -36,20 +34,21 @@ class Place(NamedTuple):
     def find(self) -> Any:
         """Returns the object at the first place that has it, or None."""
         for place in self.places:
-            module, _, name = place.partition(":")
+            module_name, _, path = place.partition(":")
             try:
-                found = importlib.import_module(module)
-                for part in filter(None, name.split(".")):
-                    found = getattr(found, part)
+                module = importlib.import_module(module_name)
+                if not path:
+                    return module
+                return operator.attrgetter(path)(module)
             except (ImportError, AttributeError):
                 continue
-            return found
         return None
 
 
 class Attribute:
-    """A private attribute of other packages' objects; called with the object, it reads the
-    attribute.
+    """A private attribute of other packages' objects.
+
+    Called with an object, it reads the attribute.
 
     >>> slots = Attribute("_slots", of="tf_keras optimizers", serves="slots by weight")
     >>> slots(object(), None) is None
@@ -62,13 +61,11 @@ class Attribute:
         self.serves = serves
 
     def __call__(self, owner: Any, default: Any = _REQUIRED) -> Any:
-        """Returns the owner's attribute; without a default it raises MissingName where there is
-        none.
-        """
-        found = getattr(owner, self.name, default)
-        if found is _REQUIRED:
+        """Returns the owner's attribute, or the default; raises MissingName if there is neither."""
+        value = getattr(owner, self.name, default)
+        if value is _REQUIRED:
             self._raise_missing(owner)
-        return found
+        return value
 
     def set(self, owner: Any, value: Any) -> None:
         """Assigns the attribute."""
@@ -88,8 +85,9 @@ class Attribute:
 
 
 class Method(Attribute):
-    """A private method of other packages' objects; called with the object and arguments, it calls
-    the method.
+    """A private method of other packages' objects.
+
+    Called with an object and arguments, it calls the method.
     """
 
     def __call__(self, owner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +97,7 @@ class Method(Attribute):
         return method(*args, **kwargs)
 
 
-# Modules, classes and functions. `private.NAME` returns what is found.
+# Modules, classes and functions, which `private.NAME` returns.
 
 PLACES: dict[str, Place] = {
     "xla": Place(
@@ -251,7 +249,7 @@ PLACES: dict[str, Place] = {
         ("tf_keras.src.engine.keras_tensor",), "importing tensorflow-addons", "fastaccum.addons"
     ),
 }
-# the package by which tensorflow-addons 0.23 imports `keras_tensor`
+# The package by which tensorflow-addons 0.23 imports `keras_tensor`.
 ADDONS_EXPECTS = "keras.src.engine"
 
 
@@ -263,8 +261,8 @@ def has(name: str) -> bool:
 def __getattr__(name: str) -> Any:
     if name not in PLACES:
         raise AttributeError(f"module {__name__} has no attribute {name!r}")
-    found = _find(name)
-    if found is None:
+    value = _find(name)
+    if value is None:
         place = PLACES[name]
         raise MissingName(
             f"TensorFlow {_version('tensorflow')} with Keras {_version('keras')} has none of "
@@ -272,7 +270,7 @@ def __getattr__(name: str) -> Any:
             f"{place.without}. Install versions that pyproject.toml allows, or leave that "
             "feature out."
         )
-    return found
+    return value
 
 
 @functools.cache
@@ -357,9 +355,9 @@ gradients_by_name = Attribute(
 
 # Attributes of nodes in a graph's definition.
 OUTPUT_SHAPES = "_output_shapes"  # the shapes of all results
-# set on what Keras compiles by itself, as a grouped convolution
+# Set on what Keras compiles by itself, as a grouped convolution.
 XLA_MUST_COMPILE = "_XlaMustCompile"
-# the operations that it must be placed with, which may be missing in a copy of a part
+# The operations that a node must be placed with, which may be missing in a copy of a part.
 PLACED_WITH = "_class"
 
 # Attributes of Keras's layers and models.
@@ -506,7 +504,7 @@ crossentropy = Attribute(
 # Attributes of Keras's optimizers.
 
 learning_rate = Attribute(
-    "_learning_rate", of="optimizers", serves="the schedule itself, not its last value"
+    "_learning_rate", of="optimizers", serves="the variable of a learning rate"
 )
 variables = Attribute("_variables", of="optimizers", serves="which lists of an optimizer are slots")
 moving_averages = Attribute(
@@ -554,9 +552,6 @@ initial_epoch = Attribute(
 )
 training_state = Attribute(
     "_training_state", of="tf_keras models", serves="where BackupAndRestore says to go on"
-)
-learning_rate = Attribute(
-    "_learning_rate", of="optimizers", serves="the variable of a learning rate"
 )
 train_counter = Attribute("_train_counter", of="tf_keras models", serves="the number of a step")
 is_tracing = Attribute(
