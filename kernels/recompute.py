@@ -83,7 +83,9 @@ def recomputed(
     if policy != "nothing_saveable":
         block.keep(policy)
     values = block.read()
-    accumulators = block.accumulators() if has_gpu() else []
+    accumulators: list[OfferedTotal | None] = []
+    if has_gpu():
+        accumulators = block.accumulators()
     with private.record.stop_recording():
         y, kept = block.forward(values)
 
@@ -99,7 +101,7 @@ def recomputed(
 
         return [tf.identity(t) for t in y], gradient
 
-    return block.packed(run(y, block.given, values))
+    return block.packed(run(y, block.outer_inputs, values))
 
 
 class _Capture(NamedTuple):
@@ -134,7 +136,7 @@ class _Outputs(NamedTuple):
 
 
 class _Block(RecomputedFunction, Generic[R]):
-    """Function traced for `given`: the tensors that it is passed or takes from outside."""
+    """Function traced for `outer_inputs`: the tensors that it is passed or takes from outside."""
 
     def __init__(
         self, function: Callable[..., R], inputs: Sequence, layers: list[keras.layers.Layer]
@@ -172,17 +174,14 @@ class _Block(RecomputedFunction, Generic[R]):
         captures = [_Capture(outer, inner) for outer, inner in graph.captures]
         self._handles = [capture for capture in captures if capture.inner.dtype == tf.resource]
         captured = [capture for capture in captures if capture.inner.dtype != tf.resource]
-        self.given = [*floating, *(capture.outer for capture in captured)]
-        self._inputs = [
-            *graph.inputs[: len(floating)],
-            *(capture.inner for capture in captured),
-        ]
+        self.outer_inputs = [*floating, *[capture.outer for capture in captured]]
+        placeholders = graph.inputs[: len(floating)]
+        self._inputs = [*placeholders, *[capture.inner for capture in captured]]
         passed_ids = {id(t) for t in passed}
-        roots = [
-            inner
-            for inner, outer in zip(self._inputs, self.given, strict=True)
-            if id(outer) in passed_ids
-        ]
+        roots = []
+        for inner, outer in zip(self._inputs, self.outer_inputs, strict=True):
+            if id(outer) in passed_ids:
+                roots.append(inner)
 
         self._variables = {id(v.handle): v for v in graph.variables}
         # By the name of a variable's handle: what is read of it first, and what is assigned to it
@@ -190,11 +189,10 @@ class _Block(RecomputedFunction, Generic[R]):
         self._read: dict[str, tf.Tensor] = {}
         self._assigned: dict[str, tf.Tensor] = {}
         same = self._follow_state(graph)
-        self._states = [
-            handle
-            for handle in self._handles
-            if id(handle.outer) in self._variables or handle.inner.name in self._read
-        ]
+        self._states = []
+        for handle in self._handles:
+            if id(handle.outer) in self._variables or handle.inner.name in self._read:
+                self._states.append(handle)
 
         super().__init__(
             concrete,
@@ -218,6 +216,7 @@ class _Block(RecomputedFunction, Generic[R]):
         return sources
 
     def keep(self, policy: Policy) -> None:
+        """Chooses the `residuals` by a policy, and adds what is made of random numbers."""
         super().keep(policy)
         self.residuals = self._with_draws()
 
@@ -303,6 +302,7 @@ class _Block(RecomputedFunction, Generic[R]):
     def _untraceable(
         self, op: tf.Operation, handles: dict[str, tf.Tensor], names: list[str]
     ) -> str:
+        """Formats an error about the variables whose handles have these names."""
         variables = []
         for name in names:
             if name in handles:
@@ -364,8 +364,8 @@ class _Block(RecomputedFunction, Generic[R]):
         return [accumulator_of(self._variables.get(id(state.outer))) for state in self._states]
 
     def _fed(self, values: list[tf.Tensor]) -> Values:
-        """Returns what is given and the values of the variables, by the names of what they feed."""
-        fed = self.feed(self._inputs, self.given)
+        """Returns the outer inputs and the variables' values, by the names of what they feed."""
+        fed = self.feed(self._inputs, self.outer_inputs)
         for state, value in zip(self._states, values, strict=True):
             name = state.inner.name
             if name in self._read:
@@ -396,7 +396,7 @@ class _Block(RecomputedFunction, Generic[R]):
     def backward(
         self, dy: list[tf.Tensor], values: list[tf.Tensor], kept: list[tf.Tensor]
     ) -> list[Gradient]:
-        """Copies the gradients of what is given, then of the variables."""
+        """Copies the gradients of the outer inputs, then of the variables."""
         reads = set()
         for state in self._states:
             if state.inner.name in self._read:
@@ -405,9 +405,10 @@ class _Block(RecomputedFunction, Generic[R]):
         def tied(fed):
             # Sizes among the integers have to stay known; seeds are tied too, or the numbers drawn
             # would be kept.
-            tied_names = [
-                name for name, t in fed.items() if _is_floating(t) or name in reads or _is_data(t)
-            ]
+            tied_names = []
+            for name, t in fed.items():
+                if _is_floating(t) or name in reads or _is_data(t):
+                    tied_names.append(name)
             by_id = {id(fed[name]): fed[name] for name in tied_names}
             if not by_id:
                 return {}
@@ -426,13 +427,12 @@ class _Block(RecomputedFunction, Generic[R]):
 
 def _places_of_graph(layers: Sequence[keras.layers.Layer], graph: tf.Graph) -> list[_Place]:
     """Returns where layers, and the scope around them, have stored tensors of a graph."""
-    attributes = [vars(layer) for layer in layers]
     holders: list[Any] = []
-    for attributes_of_layer in attributes:
-        for value in attributes_of_layer.values():
+    for layer in layers:
+        for value in vars(layer).values():
             if isinstance(value, (list, dict)):
                 holders.append(value)
-    holders += attributes
+    holders += [vars(layer) for layer in layers]
     holders += [private.eager_losses(layer, None) for layer in layers]
     scope = stateless_scope()
     holders += [getattr(scope, "losses", None), getattr(scope, "state_mapping", None)]
@@ -507,7 +507,10 @@ def _masks_of(nest: object) -> list[tf.Tensor | None]:
     """Returns the Keras mask of each value of a nest; None where it has none."""
     masks = []
     for value in tf.nest.flatten(nest):
-        masks.append(private.keras_mask(value, None) if tf.is_tensor(value) else None)
+        mask = None
+        if tf.is_tensor(value):
+            mask = private.keras_mask(value, None)
+        masks.append(mask)
     return masks
 
 
