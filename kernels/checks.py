@@ -75,11 +75,12 @@ def naming(culprit: str, *more: type[Exception]) -> Iterator[None]:
 
     A TypeError stays one. A ValueError, or one of `more`, becomes a ValueError.
     """
+    value_errors: tuple[type[Exception], ...] = (ValueError, *more)
     try:
         yield
     except TypeError as error:
         raise TypeError(f"{culprit}: {error}") from error
-    except (ValueError, *more) as error:
+    except value_errors as error:
         raise ValueError(f"{culprit}: {error}") from error
 
 

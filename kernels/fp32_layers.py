@@ -67,7 +67,7 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
 
 def fp32_calls(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, Call]]:
     """Returns the layers that `fp32_weight_gradients` switches, with the `call_fp32` of each."""
-    calls = []
+    calls: list[tuple[keras.layers.Layer, Call]] = []
     for layer in layers:
         call_fp32 = getattr(_SWITCHED.get(type(layer)), "call_fp32", None)
         if call_fp32 is not None and _in_scope(layer):

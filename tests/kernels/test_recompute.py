@@ -504,7 +504,7 @@ def test_memory_of_a_chain_of_blocks_on_a_gpu(monkeypatch):
         return function(x)
 
     plain, again = compiled_chain(plainly), compiled_chain(recomputed)
-    monkeypatch.setattr(recompute.private.xla, "optimization_barrier", lambda *tensors: tensors)
+    monkeypatch.setattr(private.xla, "optimization_barrier", lambda *tensors: tensors)
     merged = compiled_chain(recomputed)
     compiled = plain, again, merged
     temp = [memory.temp_bytes for _, memory in compiled]
