@@ -180,7 +180,9 @@ class RecomputedFunction:
         passed_names = set(fed)  # before known sizes are added
         needed = self._needed([*effects, *tf.nest.flatten(fetches)], fed)
         definition = self._definition(needed)
-        read = {name for node in definition.node for name in node.input}
+        read = set()
+        for node in definition.node:
+            read.update(node.input)
 
         passed = {}
         for name, value in fed.items():
@@ -189,13 +191,10 @@ class RecomputedFunction:
         fed.update(pass_in(passed))
 
         fetched = [self._source(t) for t in tf.nest.flatten(fetches)]
-        computed_names = list(dict.fromkeys(t.name for t in fetched if t.name not in fed))
-        copies = tf.graph_util.import_graph_def(
-            definition,
-            {name: tf.identity(t) for name, t in fed.items() if name in read},
-            computed_names,
-            name=scope,
-        )
+        unfed_names = [t.name for t in fetched if t.name not in fed]
+        computed_names = list(dict.fromkeys(unfed_names))  # each of them once
+        inputs = {name: tf.identity(t) for name, t in fed.items() if name in read}
+        copies = tf.graph_util.import_graph_def(definition, inputs, computed_names, name=scope)
         values = {**fed, **dict(zip(computed_names, copies, strict=True))}
         for t in fetched:
             values[t.name].set_shape(t.shape)
@@ -210,9 +209,9 @@ class RecomputedFunction:
             op = needed[node.name]
             node.attr.pop(private.PLACED_WITH, None)  # where it is to be placed
             node.input[:] = [self._source(t).name for t in op.inputs]
-            node.input.extend(
-                f"^{before.name}" for before in op.control_inputs if before.name in needed
-            )
+            for before in op.control_inputs:
+                if before.name in needed:
+                    node.input.append(f"^{before.name}")
             definition.node.append(node)
         return definition
 
@@ -261,7 +260,9 @@ class RecomputedFunction:
         Sizes that are known are added to `fed`, as constants.
         """
         needed: dict[str, tf.Operation] = {}
-        pending = [self._source(item) if tf.is_tensor(item) else item for item in fetches]
+        pending = []
+        for item in fetches:
+            pending.append(self._source(item) if tf.is_tensor(item) else item)
         while pending:
             item = pending.pop()
             if tf.is_tensor(item):
