@@ -1,12 +1,11 @@
-"""Checks that a program fits before its first run, and protects the variables from one that does
-not.
-"""
+"""Checks that a program fits before its first run, and protects the variables if it does not."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -20,7 +19,12 @@ from fastaccum.memory.planner import divisors, largest_that_fits
 from fastaccum.step.compiler_ir import MemoryAnalysis
 from fastaccum.step.engine import Engine, FirstRun
 
-_TO_COMPILE = 2**30  # bytes without which compiling could end the process
+# Bytes of free memory of the host below which compiling a program could end the process.
+_MIN_TO_COMPILE = 2**30
+
+# Bytes of a row of the buffer that rehearses a program's memory: an int32 length, as `Empty` takes
+# it, could not count the bytes of a GPU on one axis.
+_REHEARSAL_ROW = 2**20
 
 
 class Admission:
@@ -40,10 +44,12 @@ class Admission:
 
     @contextlib.contextmanager
     def admit(self, run: FirstRun) -> Iterator[None]:
-        """Raises OutOfMemoryError where a program does not fit; keeps the variables' memory through
-        the first run.
+        """Raises OutOfMemoryError where a program does not fit.
+
+        The variables keep their memory through the first run inside the block.
         """
-        self._run, self._memory = run, None
+        self._run = run
+        self._memory = None
         if not run.is_compiled:
             yield
             return
@@ -54,13 +60,13 @@ class Admission:
         if needed is None or needed + copies > limit:
             # XLA cannot compile it: the run's own error says more
             with contextlib.suppress(ValueError):
-                self._memory = analysis.measure(
-                    self._engine, analysis.compile_programs(run.programs)
-                )
+                compiled = analysis.compile_programs(run.programs)
+                self._memory = analysis.measure(self._engine, compiled)
             if self._memory is None:
                 yield
                 return
-            if (needed := self._memory.peak_bytes) > limit:
+            needed = self._memory.peak_bytes
+            if needed > limit:
                 raise self._refused(run, self._memory, limit, device)
             if needed + copies > limit:
                 _rehearse(self._memory)
@@ -76,10 +82,12 @@ class Admission:
     def _refused(
         self, run: FirstRun, memory: StepMemory, limit: int, device: DeviceMemory
     ) -> OutOfMemoryError:
-        fits = self._fitting(run, limit) if run.training and not run.part else None
-        room = f"{in_units(limit)} are there ({device.source})"
+        fits = None
+        if run.training and not run.part:
+            fits = self._fitting(run, limit)
         message = (
-            f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {room}. Nothing was changed."
+            f"{_what(run)} takes {in_units(memory.peak_bytes)}, and {in_units(limit)} are there "
+            f"({device.source}). Nothing was changed."
         )
         note = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
         return explain(
@@ -94,35 +102,37 @@ class Admission:
         )
 
     def _fitting(self, run: FirstRun, limit: int) -> tuple[int, int] | None:
-        """Compiles smaller micro-batches; returns the largest that fits, and how many of them hold
-        the same rows.
+        """Compiles smaller micro-batches to find the largest that fits.
+
+        Returns it, and how many of them hold the same rows; None where none fits.
         """
-        *before, accumulation, micro_batch = _leading(run)
-        rows = accumulation * micro_batch
+        axes = _leading_axes(run)
+        rows = axes.micro_batches * axes.rows
 
-        def peak(size: int) -> float:
-            leading = *before, rows // size, size
-            stacks = tf.nest.map_structure(
-                lambda s: tf.TensorSpec([*leading, *s.shape[len(leading) :]], s.dtype),
-                run.dispatch.stacks[:1],
-            )
-            with (
-                contextlib.suppress(tf.errors.OpError, MemoryError),
-                self._engine.temporary_retrace(),
-            ):
-                return analysis.dispatch_memory(
-                    self._engine, run.dispatch._replace(stacks=stacks)
-                ).peak_bytes
-            return math.inf
+        def peak_bytes(size: int) -> float:
+            leading = [*axes.steps, rows // size, size]
 
-        size = largest_that_fits(peak, divisors(rows, at_most=micro_batch - 1), limit)
-        return None if size is None else (size, rows // size)
+            def resized(spec):
+                example_axes = spec.shape[len(leading) :]
+                return tf.TensorSpec([*leading, *example_axes], spec.dtype)
+
+            stacks = tf.nest.map_structure(resized, run.dispatch.stacks[:1])
+            dispatch = run.dispatch._replace(stacks=stacks)
+            try:
+                with self._engine.temporary_retrace():
+                    return analysis.dispatch_memory(self._engine, dispatch).peak_bytes
+            except (tf.errors.OpError, MemoryError):
+                return math.inf
+
+        sizes = divisors(rows, at_most=axes.rows - 1)
+        size = largest_that_fits(peak_bytes, sizes, limit)
+        if size is None:
+            return None
+        return size, rows // size
 
     @contextlib.contextmanager
     def translate_oom_errors(self) -> Iterator[None]:
-        """Raises TensorFlow's and Python's out-of-memory errors inside the block as
-        `OutOfMemoryError`.
-        """
+        """Raises out-of-memory errors of TensorFlow and Python as `OutOfMemoryError`."""
         try:
             yield
         except OutOfMemoryError:
@@ -132,24 +142,29 @@ class Admission:
 
     def error(self, error: Exception) -> OutOfMemoryError:
         """Explains an error of memory at run time."""
-        reason = (getattr(error, "message", "") or str(error) or type(error).__name__).partition(
-            "\n"
-        )[0]
-        where = "" if self._run is None else f" for {_what(self._run).lower()}"
-        message = f"There was no memory left{where}: {reason.partition(' [Op:')[0]} "
-        if "[Op:__inference" in reason and error is not self._harmless:
+        text = getattr(error, "message", "") or str(error) or type(error).__name__
+        first_line, _, _ = text.partition("\n")
+        reason, _, _ = first_line.partition(" [Op:")
+        where = ""
+        if self._run is not None:
+            where = f" for {_what(self._run).lower()}"
+        message = f"There was no memory left{where}: {reason} "
+        if "[Op:__inference" in first_line and error is not self._harmless:
             message += (
                 "XLA had taken the variables over by then, and they are lost: go on in a new "
                 "process, from a checkpoint."
             )
         else:
             message += "The variables are as they were."
-        memory, limit = self._known(), analysis.limit_of(self._engine, physical())
+        memory = self._memory_of_run()
+        limit = analysis.limit_of(self._engine, physical())
         if self._run is None or memory is None:
             held = StepMemory(MemoryAnalysis(0, 0, 0, 0), tuple(analysis.resident(self._engine)))
             return explain(message, held, limit, (), more=["Take a smaller batch_size."])
-        is_whole = self._run.training and not self._run.part
-        fits = self._fitting(self._run, limit) if is_whole and memory.peak_bytes > limit else None
+        is_train_step = self._run.training and not self._run.part
+        fits = None
+        if is_train_step and memory.peak_bytes > limit:
+            fits = self._fitting(self._run, limit)
         return explain(
             message,
             memory,
@@ -160,21 +175,18 @@ class Admission:
             training=self._run.training,
         )
 
-    def _known(self) -> StepMemory | None:
-        """Measures the program that ran last; returns None where the host has too little memory to
-        compile it.
+    def _memory_of_run(self) -> StepMemory | None:
+        """Measures the program that ran last.
+
+        Returns None where the host has too little memory to compile it.
         """
         run = self._run
-        if (
-            run is not None
-            and run.is_compiled
-            and self._memory is None
-            and host().free > _TO_COMPILE
-        ):
+        if self._memory is not None or run is None or not run.is_compiled:
+            return self._memory
+        if host().free > _MIN_TO_COMPILE:
             with contextlib.suppress(tf.errors.OpError, MemoryError):
-                self._memory = analysis.measure(
-                    self._engine, analysis.compile_programs(run.programs)
-                )
+                compiled = analysis.compile_programs(run.programs)
+                self._memory = analysis.measure(self._engine, compiled)
         return self._memory
 
 
@@ -202,30 +214,41 @@ def preserve_variables(handles: Iterable[tf.Tensor]) -> Iterator[None]:
 
 
 def _rehearse(memory: StepMemory) -> None:
-    """Allocates what a program will take, and frees it: an error comes before variables are at
-    stake.
-    """
+    """Allocates what a program will take, and frees it, so that an error comes before the run."""
     plan = memory.analysis
     size = plan.temp_bytes + plan.output_bytes - plan.alias_bytes
-    with tf.device("GPU:0" if has_gpu() else "CPU:0"):
-        tf.raw_ops.Empty(shape=[size // 2**20 + 1, 2**20], dtype=tf.uint8)
+    device = "GPU:0" if has_gpu() else "CPU:0"
+    with tf.device(device):
+        tf.raw_ops.Empty(shape=[size // _REHEARSAL_ROW + 1, _REHEARSAL_ROW], dtype=tf.uint8)
 
 
-def _leading(run: FirstRun) -> tuple[int, ...]:
-    """Returns the axes of a dispatch before those of an example: [steps,] micro-batches, rows."""
-    return tuple(tf.nest.flatten(run.dispatch.stacks[0])[0].shape[: 2 + run.dispatch.is_multi_step])
+class _LeadingAxes(NamedTuple):
+    """The axes of a dispatch's tensors before those of an example."""
+
+    steps: tuple[int, ...]  # of one length, or none where the dispatch is one step
+    micro_batches: int
+    rows: int
+
+
+def _leading_axes(run: FirstRun) -> _LeadingAxes:
+    first_tensor = tf.nest.flatten(run.dispatch.stacks[0])[0]
+    if run.dispatch.is_multi_step:
+        steps, micro_batches, rows = first_tensor.shape[:3]
+        return _LeadingAxes((steps,), micro_batches, rows)
+    micro_batches, rows = first_tensor.shape[:2]
+    return _LeadingAxes((), micro_batches, rows)
 
 
 def _what(run: FirstRun) -> str:
+    """Describes a run by its steps and rows, as the beginning of a sentence."""
     if run.part:
         return run.part
-    *steps, accumulation, rows = _leading(run)
-    of = (
-        f"{math.prod(steps)} train steps in one program, each"
-        if steps
-        else "A train step"
-        if run.training
-        else ""
-    )
-    size = "1 row" if rows == 1 else f"{rows:,} rows"
-    return f"{of or 'An evaluation'} of {accumulation} x {size}"
+    axes = _leading_axes(run)
+    if axes.steps:
+        kind = f"{math.prod(axes.steps)} train steps in one program, each"
+    elif run.training:
+        kind = "A train step"
+    else:
+        kind = "An evaluation"
+    rows = "1 row" if axes.rows == 1 else f"{axes.rows:,} rows"
+    return f"{kind} of {axes.micro_batches} x {rows}"
