@@ -1,8 +1,7 @@
-"""Lets `keras.saving.load_model` find the layers of fastaccum after `import fastaccum` alone, which
-imports no Keras.
+"""Lets `keras.saving.load_model` find the layers of fastaccum after `import fastaccum` alone.
 
-In Keras's table of saved layers each gets a stand-in, which imports the module once a saved layer
-is to be made.
+That import does not import Keras. So each layer gets a stand-in in Keras's table of saved layers,
+which imports the layer's module once a saved layer is to be made.
 """
 
 from __future__ import annotations
@@ -14,11 +13,17 @@ import wrapt
 
 from fastaccum.basics import patches
 
+# The layers of each module that a saved model may hold.
 LAYERS = {
     "fastaccum.adapters.head": ("LinearCrossEntropy",),
     "fastaccum.kernels.fp32_layers": (
-        *("Fp32Conv1D", "Fp32Conv2D", "Fp32Dense", "Fp32EinsumDense"),
-        *("Fp32GroupQueryAttention", "Fp32MultiHeadAttention", "Fp32ReversibleEmbedding"),
+        "Fp32Conv1D",
+        "Fp32Conv2D",
+        "Fp32Dense",
+        "Fp32EinsumDense",
+        "Fp32GroupQueryAttention",
+        "Fp32MultiHeadAttention",
+        "Fp32ReversibleEmbedding",
     ),
     "fastaccum.kernels.layer_stack": ("LayerStack",),
     "fastaccum.transformer": (
@@ -31,26 +36,26 @@ LAYERS = {
 
 
 def register() -> None:
-    """Enters the stand-ins in Keras's table: now if Keras has been imported, otherwise as soon as
-    it is.
-    """
+    """Enters the stand-ins in Keras's table as soon as Keras is imported, or now if it has been."""
     wrapt.register_post_import_hook(_register, "keras")
 
 
 def _register(keras: Any) -> None:
+    saved_layers = keras.saving.get_custom_objects()
     for module, names in LAYERS.items():
         for name in names:
-            keras.saving.get_custom_objects().setdefault(
-                f"fastaccum>{name}", _StandIn(module, name)
-            )
+            saved_layers.setdefault(f"fastaccum>{name}", _StandIn(module, name))
     patches.mark_skipped_state(keras.optimizers)
 
 
 class _StandIn:
-    """A layer's class that is imported late. Others put it in sets, as KerasHub does."""
+    """A layer's class that is imported late. It is hashable, since KerasHub puts it in a set."""
 
     def __init__(self, module: str, name: str):
-        self._module, self._name = module, name
+        self._module = module
+        self._name = name
 
     def from_config(self, config: dict[str, object]) -> object:
-        return getattr(importlib.import_module(self._module), self._name).from_config(config)
+        """Imports the layer's class and makes a layer."""
+        layer_class = getattr(importlib.import_module(self._module), self._name)
+        return layer_class.from_config(config)
