@@ -1,5 +1,6 @@
-"""tensorflow-addons on current TensorFlow: the attributes of `fastaccum.addons` are those of
-`tensorflow_addons`.
+"""tensorflow-addons on current TensorFlow.
+
+The attributes of `fastaccum.addons` are those of `tensorflow_addons`.
 
 >>> import fastaccum.addons
 >>> import tensorflow_addons as tfa
@@ -45,7 +46,8 @@ def __getattr__(name: str) -> Any:
     # Import machinery, doctest and inspect probe for dunders; they must not cost an import.
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_ADDONS), name)
+    value = getattr(importlib.import_module(_ADDONS), name)
+    globals()[name] = value  # the next look-up does not come here
     return value
 
 
@@ -62,18 +64,24 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name != _ADDONS:
             return None
-        spec = next(
-            filter(None, (finder.find_spec(name, path, target) for finder in _other_finders())),
-            None,
-        )
-        for package, found in ((_ADDONS, spec), ("tf_keras", importlib.util.find_spec("tf_keras"))):
-            if found is None:
-                raise ModuleNotFoundError(
-                    _not_installed(package, sys.version_info[:2]), name=package
-                )
-        assert spec is not None and spec.origin is not None
+        spec = _find_addons(path, target)
+        python = sys.version_info[:2]
+        if spec is None:
+            raise ModuleNotFoundError(_not_installed(_ADDONS, python), name=_ADDONS)
+        if importlib.util.find_spec("tf_keras") is None:
+            raise ModuleNotFoundError(_not_installed("tf_keras", python), name="tf_keras")
+        assert spec.origin is not None
         spec.loader = _Loader(name, spec.origin)
         return spec
+
+
+def _find_addons(path: Sequence[str] | None, target: Any) -> ModuleSpec | None:
+    """Returns what the first of the other finders says of tensorflow-addons, if one knows it."""
+    for finder in _other_finders():
+        spec = finder.find_spec(_ADDONS, path, target)
+        if spec is not None:
+            return spec
+    return None
 
 
 def _other_finders() -> list[Any]:
@@ -82,6 +90,8 @@ def _other_finders() -> list[Any]:
 
 
 class _Loader(SourceFileLoader):
+    """Imports tensorflow-addons on top of tf_keras, and mends what current releases broke."""
+
     def exec_module(self, module: ModuleType) -> None:
         import tensorflow as tf
 
@@ -95,6 +105,7 @@ class _Loader(SourceFileLoader):
 
 
 def _mend(addons: ModuleType) -> None:
+    """Replaces what tensorflow-addons takes from releases that are no longer current."""
     import numpy as np
     import tensorflow as tf
     from tensorflow_addons.optimizers import discriminative_layer_training
@@ -112,14 +123,12 @@ def _mend(addons: ModuleType) -> None:
     # It takes `np.Inf`, which NumPy 2 has no more.
     beam_search_decoder.np = SimpleNamespace(Inf=np.inf, int64=np.int64)
     # It has an `if` of a tensor, which only a tf.function takes in a graph.
-    for name in ("update_state", "result"):
-        setattr(
-            addons.metrics.GeometricMean,
-            name,
-            tf.function(getattr(addons.metrics.GeometricMean, name)),
-        )
-    for name in [name for name in sys.modules if name.startswith(f"{_ADDONS}.losses.")]:
-        _inline(sys.modules[name])
+    geometric_mean = addons.metrics.GeometricMean
+    geometric_mean.update_state = tf.function(geometric_mean.update_state)
+    geometric_mean.result = tf.function(geometric_mean.result)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(f"{_ADDONS}.losses."):
+            _inline(module)
     _follow_weights(addons.optimizers.SWA)
     _assign_to_keras_3(addons.optimizers.AveragedOptimizerWrapper)
 
@@ -130,17 +139,17 @@ def _inline(module: ModuleType) -> None:
 
     # Else the gradient of a `tf.tile` takes its shape from a function's results, and XLA compiles
     # each step anew.
-    function: Any = type(tf.function(lambda: None))
+    function_class: Any = type(tf.function(lambda: None))
 
-    class Inlined(function):
+    class Inlined(function_class):
         def __call__(self, *args: object, **kwargs: object) -> object:
-            return (super().__call__ if tf.executing_eagerly() else self.python_function)(
-                *args, **kwargs
-            )
+            if tf.executing_eagerly():
+                return super().__call__(*args, **kwargs)
+            return self.python_function(*args, **kwargs)
 
-    for each in vars(module).values():
-        if type(each) is function:
-            each.__class__ = Inlined
+    for value in vars(module).values():
+        if type(value) is function_class:
+            value.__class__ = Inlined
 
 
 def _refuse(library: Any) -> NoReturn:
@@ -151,8 +160,9 @@ def _refuse(library: Any) -> NoReturn:
 
 
 def _follow_weights(swa: Any) -> None:
-    """Makes the averages of SWA follow the weights until `start_averaging`, as MovingAverage's do:
-    they would be 0.
+    """Makes the averages of SWA follow the weights until `start_averaging`, as MovingAverage's do.
+
+    They would be 0 until then.
     """
     average_op = vars(swa)["average_op"]
 
@@ -169,27 +179,36 @@ def _follow_weights(swa: Any) -> None:
 
 
 def _assign_to_keras_3(wrapper: Any) -> None:
-    """Lets `assign_average_vars` take the variables of Keras 3's models, which it would leave as
-    they are.
+    """Lets `assign_average_vars` take the variables of Keras 3's models.
+
+    It would leave these as they are.
     """
     assign = wrapper.assign_average_vars
 
     def assign_average_vars(self: Any, var_list: Any) -> Any:
         import keras
 
-        return assign(self, [v.value if isinstance(v, keras.Variable) else v for v in var_list])
+        tf_variables = []
+        for variable in var_list:
+            if isinstance(variable, keras.Variable):
+                variable = variable.value
+            tf_variables.append(variable)
+        return assign(self, tf_variables)
 
     wrapper.assign_average_vars = assign_average_vars
 
 
 def _not_installed(package: str, python: tuple[int, int]) -> str:
-    name, install = package.replace("_", "-"), "pip install 'fastaccum[addons]'"
+    """Says how to install a package, or what to use where no release of it is for this Python."""
+    install = "pip install 'fastaccum[addons]'"
     if python < (3, 12):
+        name = package.replace("_", "-")
         return f"fastaccum.addons needs {name}, which is not installed: {install}"
+    major, minor = python
     return (
         "fastaccum.addons needs tensorflow-addons, whose last release is for Python 3.11. This "
-        f"is Python {python[0]}.{python[1]}. Use Python 3.10 or 3.11 ({install}), or what Keras "
-        "3 has instead: keras.optimizers.Lamb, AdamW, SGD(use_ema=True) and others, which "
+        f"is Python {major}.{minor}. Use Python 3.10 or 3.11 ({install}), or what Keras 3 has "
+        "instead: keras.optimizers.Lamb, AdamW, SGD(use_ema=True) and others, which "
         "docs/guides/addons.md lists."
     )
 
@@ -199,19 +218,20 @@ def _bind_tf_keras(tf: ModuleType) -> None:
     import tf_keras
     import tf_keras.api._v2.keras as tf_keras_api
 
-    previous, paths = os.environ.get("TF_USE_LEGACY_KERAS"), list(tf.__path__)
+    previous_setting = os.environ.get("TF_USE_LEGACY_KERAS")
+    previous_paths = list(tf.__path__)
     path = os.path.dirname(os.path.dirname(tf_keras_api.__file__))
     # `tf.keras.x` asks the environment at its first use. `import tensorflow.keras` follows the
     # package's path, which TensorFlow takes from the environment at its own import, and puts what
     # it finds in the place of `tf.keras`.
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
-    if path not in paths:
+    if path not in previous_paths:
         tf.__path__.insert(0, path)
     if tf.keras.Model is not tf_keras.Model:
-        tf.__path__[:] = paths
+        tf.__path__[:] = previous_paths
         del os.environ["TF_USE_LEGACY_KERAS"]
-        if previous is not None:
-            os.environ["TF_USE_LEGACY_KERAS"] = previous
+        if previous_setting is not None:
+            os.environ["TF_USE_LEGACY_KERAS"] = previous_setting
         raise RuntimeError(_KERAS_3_BOUND)
 
 
