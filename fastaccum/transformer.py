@@ -22,8 +22,15 @@ from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.norms import gelu
 from fastaccum.kernels.xla_ops import unfused
 
-_DEFAULTS = {"vocabulary_size": 256, "context": 128, "width": 256, "layers": 4, "heads": 4}
-_DEFAULTS |= {"tied": False, "stacked": False}
+_DEFAULTS = {
+    "vocabulary_size": 256,
+    "context": 128,
+    "width": 256,
+    "layers": 4,
+    "heads": 4,
+    "tied": False,
+    "stacked": False,
+}
 _GPT2 = {"vocabulary_size": 50257, "tied": True, "stacked": True}
 
 # What `gpt` is called with, by name; what is not named keeps its default.
@@ -68,8 +75,9 @@ class ContextLimit(keras.layers.Layer):
 
 @_register
 class LearnedPositions(ContextLimit):
-    """Adds a learned vector for each position: `x + table[:T]`, `[B, T, D] -> [B, T, D]`, T at most
-    `context`.
+    """Adds a learned vector for each position: `x + table[:T]`, `[B, T, D] -> [B, T, D]`.
+
+    T is at most `context`.
     """
 
     def build(self, x_shape: Shape) -> None:
@@ -102,8 +110,13 @@ class _AttentionLayer(keras.layers.Layer):
         return x_shape
 
     def get_config(self) -> dict[str, object]:
-        names = ("heads", "key_value_heads", "rotary", "residual_scale")
-        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+        return {
+            **super().get_config(),
+            "heads": self.heads,
+            "key_value_heads": self.key_value_heads,
+            "rotary": self.rotary,
+            "residual_scale": self.residual_scale,
+        }
 
 
 @_register
@@ -114,42 +127,47 @@ class CausalSelfAttention(_AttentionLayer):
     """
 
     def build(self, x_shape: Shape) -> None:
-        width, policy = x_shape[-1], self.dtype_policy
+        width = x_shape[-1]
+        policy = self.dtype_policy
         self.head_width = width // self.heads
-        self.qkv = _dense(width + 2 * self.key_value_heads * self.head_width, width, "qkv", policy)
+        key_value_width = self.key_value_heads * self.head_width
+        self.qkv = _dense(width + 2 * key_value_width, width, "qkv", policy)
         self.out = _dense(width, width, "out", policy, self.residual_scale)
         self.qkv.build(x_shape)
         self.out.build(x_shape)
 
     def call(self, x_BTD: tf.Tensor) -> tf.Tensor:
         batch, time = ops.shape(x_BTD)[:2]
-        heads = [self.heads, self.key_value_heads, self.key_value_heads]
-        qkv_BTHK = ops.reshape(self.qkv(x_BTD), (batch, time, sum(heads), self.head_width))
-        q_BTHK, k_BTGK, v_BTGK = ops.split(qkv_BTHK, [heads[0], heads[0] + heads[1]], axis=2)
+        first_key_head = self.heads
+        first_value_head = first_key_head + self.key_value_heads
+        all_heads = first_value_head + self.key_value_heads
+        qkv_BTHK = ops.reshape(self.qkv(x_BTD), (batch, time, all_heads, self.head_width))
+        q_BTHK, k_BTGK, v_BTGK = ops.split(qkv_BTHK, [first_key_head, first_value_head], axis=2)
         if self.rotary:
-            tables = (
-                table(_rotary, time, self.head_width, sine, dtype=q_BTHK.dtype)
-                for sine in (False, True)
-            )
-            cos_T1K, sin_T1K = tables
-            q_BTHK, k_BTGK = _rotate(q_BTHK, cos_T1K, sin_T1K), _rotate(k_BTGK, cos_T1K, sin_T1K)
+            dtype = q_BTHK.dtype
+            cos_T1K = table(_rotary, time, self.head_width, False, dtype=dtype)
+            sin_T1K = table(_rotary, time, self.head_width, True, dtype=dtype)
+            q_BTHK = _rotate(q_BTHK, cos_T1K, sin_T1K)
+            k_BTGK = _rotate(k_BTGK, cos_T1K, sin_T1K)
         output_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
         return self.out(ops.reshape(output_BTHK, ops.shape(x_BTD)))
 
 
 @_register
 class TransformerBlock(_AttentionLayer):
-    """One pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`: `[B, T, D] -> [B, T,
-    D]`.
+    """One pre-norm block: `x + attention(norm(x))`, then `x + mlp(norm(x))`.
 
-    The MLP is `gelu(x W_1) W_2`, four times as wide inside.
+    It maps `[B, T, D] -> [B, T, D]`. The MLP is `gelu(x W_1) W_2`, four times as wide inside.
     """
 
     def build(self, x_shape: Shape) -> None:
-        width, policy, scale = x_shape[-1], self.dtype_policy, self.residual_scale
+        width = x_shape[-1]
+        policy = self.dtype_policy
+        scale = self.residual_scale
         self.attention_norm = _norm("attention_norm", policy)
-        sizes = self.heads, self.key_value_heads, self.rotary, scale
-        self.attention = CausalSelfAttention(*sizes, dtype=policy, name="attention")
+        self.attention = CausalSelfAttention(
+            self.heads, self.key_value_heads, self.rotary, scale, dtype=policy, name="attention"
+        )
         self.mlp_norm = _norm("mlp_norm", policy)
         self.mlp_in = _dense(4 * width, width, "mlp_in", policy)
         self.mlp_out = _dense(width, 4 * width, "mlp_out", policy, scale)
@@ -159,7 +177,8 @@ class TransformerBlock(_AttentionLayer):
 
     def call(self, x_BTD: tf.Tensor) -> tf.Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        return x_BTD + self.mlp_out(gelu(self.mlp_in(self.mlp_norm(x_BTD))))
+        hidden_BTF = gelu(self.mlp_in(self.mlp_norm(x_BTD)))
+        return x_BTD + self.mlp_out(hidden_BTF)
 
 
 def gpt(
@@ -218,46 +237,57 @@ def gpt(
     """
     one_of("positions", positions, ("rotary", "learned"))
     object_name(name)
-    chosen = dict(
-        _DEFAULTS
-        if preset is None
-        else _DEFAULTS | PRESETS[one_of("preset", preset, tuple(PRESETS))]
-    )
+    settings: dict[str, Any] = dict(_DEFAULTS)
+    if preset is not None:
+        settings |= PRESETS[one_of("preset", preset, tuple(PRESETS))]
     if isinstance(vocabulary_size, str) and vocabulary_size in PRESETS:
         raise ValueError(
             f"vocabulary_size={vocabulary_size!r} is a preset: did you mean "
             f"preset={vocabulary_size!r}?"
         )
-    given = (vocabulary_size, context, width, layers, heads, tied, stacked)
-    chosen |= {
-        name: value for name, value in zip(_DEFAULTS, given, strict=True) if value is not None
+    arguments = {
+        "vocabulary_size": vocabulary_size,
+        "context": context,
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "tied": tied,
+        "stacked": stacked,
     }
-    tied, stacked = (true_or_false(name, chosen.pop(name)) for name in ("tied", "stacked"))
+    settings |= {key: value for key, value in arguments.items() if value is not None}
+    tied = true_or_false("tied", settings["tied"])
+    stacked = true_or_false("stacked", settings["stacked"])
     if policy != "auto" and not stacked:
         raise ValueError(
             f"policy={shown(policy)} is for stacked=True: blocks that are not stacked keep "
             "everything."
         )
     with naming("dtype"):
-        computes = keras.dtype_policies.get(
-            keras.config.dtype_policy() if dtype is None else dtype
-        ).compute_dtype
-    if computes not in ("float32", "float16", "bfloat16"):
+        dtype_policy = keras.config.dtype_policy() if dtype is None else dtype
+        compute_dtype = keras.dtype_policies.get(dtype_policy).compute_dtype
+    if compute_dtype not in ("float32", "float16", "bfloat16"):
         raise ValueError(
-            f"dtype={dtype!r} computes in {computes}: attention takes float32, float16 and "
+            f"dtype={dtype!r} computes in {compute_dtype}: attention takes float32, float16 and "
             "bfloat16."
         )
-    vocabulary_size, context, width, layers, heads = (
-        whole_number(key, value) for key, value in chosen.items()
-    )
-    key_value_heads = whole_number(
-        "key_value_heads", heads if key_value_heads is None else key_value_heads
-    )
+    vocabulary_size = whole_number("vocabulary_size", settings["vocabulary_size"])
+    context = whole_number("context", settings["context"])
+    width = whole_number("width", settings["width"])
+    layers = whole_number("layers", settings["layers"])
+    heads = whole_number("heads", settings["heads"])
+    if key_value_heads is None:
+        key_value_heads = heads
+    key_value_heads = whole_number("key_value_heads", key_value_heads)
     rotary = positions == "rotary"
-    if width % heads or (rotary and width // heads % 2):
-        why = "rotary positions turn pairs in a head" if rotary else "each head takes an equal part"
-        multiple = f"2 * heads={2 * heads}" if rotary else f"heads={heads}"
-        raise ValueError(f"width={width} must be divisible by {multiple}: {why}.")
+    if rotary and width % (2 * heads):
+        raise ValueError(
+            f"width={width} must be divisible by 2 * heads={2 * heads}: rotary positions turn "
+            "pairs in a head."
+        )
+    if width % heads:
+        raise ValueError(
+            f"width={width} must be divisible by heads={heads}: each head takes an equal part."
+        )
     if heads % key_value_heads:
         raise ValueError(
             f"heads={heads} must be divisible by key_value_heads={key_value_heads}: each serves "
@@ -266,9 +296,13 @@ def gpt(
 
     if tied:
         # As a head it starts small; what it embeds is scaled up to unit spread.
-        table = {"embeddings_initializer": _normal(width, 0.5), "reverse_dtype": "float32"}
         embedding = keras.layers.ReversibleEmbedding(
-            vocabulary_size, width, **table, dtype=dtype, name="embedding"
+            vocabulary_size,
+            width,
+            embeddings_initializer=_normal(width, 0.5),
+            reverse_dtype="float32",
+            dtype=dtype,
+            name="embedding",
         )
     else:
         embedding = keras.layers.Embedding(
@@ -277,20 +311,20 @@ def gpt(
 
     def block(name=None):
         # Each block adds two terms to the residual: this keeps its spread the same at any depth.
+        residual_scale = 1 / math.sqrt(2 * layers)
         return TransformerBlock(
-            heads, key_value_heads, rotary, 1 / math.sqrt(2 * layers), dtype=dtype, name=name
+            heads, key_value_heads, rotary, residual_scale, dtype=dtype, name=name
         )
 
     ids_BT = keras.Input((None,), dtype="int32", name="ids")
     x_BTD = embedding(ContextLimit(context, name="context")(ids_BT))
     if tied:
-        x_BTD = keras.layers.Rescaling(2 * math.sqrt(width), dtype=dtype, name="embedding_scale")(
-            x_BTD
-        )
+        scale = 2 * math.sqrt(width)
+        x_BTD = keras.layers.Rescaling(scale, dtype=dtype, name="embedding_scale")(x_BTD)
     if not rotary:
         x_BTD = LearnedPositions(context, dtype=dtype, name="positions")(x_BTD)
     if stacked:
-        unroll: bool | Literal["auto"] = policy == "auto" and "auto"
+        unroll: bool | Literal["auto"] = "auto" if policy == "auto" else False
         x_BTD = LayerStack(block, layers, policy=policy, unroll=unroll, name="blocks")(x_BTD)
     else:
         for i in range(layers):
@@ -314,18 +348,23 @@ def _dense(units, fan_in, name, dtype, scale=1.0):
 
 
 def _normal(fan_in, scale=1.0):
-    """Initial values that keep the spread of what a matmul over `fan_in` gets, times `scale`."""
+    """Makes initial values that keep the spread of a matmul's inputs, times `scale`."""
     return keras.initializers.RandomNormal(stddev=scale / math.sqrt(fan_in))
 
 
 def _rotary(time, head_width, sine):
-    """`[T, 1, K]`, of angles `t * 10000**(-2 i / K)`: what either half of K is multiplied by; by
-    `sine`, the other.
+    """Returns cosines of the angles `t * 10000**(-2 i / K)`, or sines, `[T, 1, K]`.
+
+    The cosines multiply both halves of K. The sines, of which the first half is negative, multiply
+    the halves in the other order.
     """
     inverse = ops.power(10000.0, -ops.arange(0, head_width, 2, dtype="float32") / head_width)
     angles_T1K = ops.cast(unfused(ops.arange(time)), "float32")[:, None, None] * inverse
-    half_T1K = ops.sin(angles_T1K) if sine else ops.cos(angles_T1K)
-    return ops.concatenate([-half_T1K if sine else half_T1K, half_T1K], axis=-1)
+    if sine:
+        half_T1K = ops.sin(angles_T1K)
+        return ops.concatenate([-half_T1K, half_T1K], axis=-1)
+    half_T1K = ops.cos(angles_T1K)
+    return ops.concatenate([half_T1K, half_T1K], axis=-1)
 
 
 def _rotate(t_BTHK, cos_T1K, sin_T1K):
@@ -333,11 +372,10 @@ def _rotate(t_BTHK, cos_T1K, sin_T1K):
     if has_gpu():
         # A GPU reads a reversed axis in place, and concatenates in a kernel of its own; a CPU the
         # other way round.
-        swapped_BTHK = ops.reshape(
-            ops.flip(ops.reshape(t_BTHK, (*sizes, 2, width // 2)), -2), (*sizes, width)
-        )
+        halves_BTHK = ops.reshape(t_BTHK, (*sizes, 2, width // 2))
+        swapped_BTHK = ops.reshape(ops.flip(halves_BTHK, -2), (*sizes, width))
     else:
-        swapped_BTHK = ops.concatenate(
-            [t_BTHK[..., width // 2 :], t_BTHK[..., : width // 2]], axis=-1
-        )
+        second_half_BTHK = t_BTHK[..., width // 2 :]
+        first_half_BTHK = t_BTHK[..., : width // 2]
+        swapped_BTHK = ops.concatenate([second_half_BTHK, first_half_BTHK], axis=-1)
     return t_BTHK * cos_T1K + swapped_BTHK * sin_T1K
