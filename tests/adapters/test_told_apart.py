@@ -650,7 +650,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/step/diagnosis.py:_of_micro_batch": "a message",
     "fastaccum/step/diagnosis.py:error": "a message",
     "fastaccum/step/loss_scale.py:LossScale.__repr__": "a message",
-    "fastaccum/step/probe.py:_require_sums": "a message",
+    "fastaccum/step/probe.py:probe": "a message",
     "fastaccum/trainer.py:Trainer.__repr__": "a message",
     "fastaccum/training/step_builder.py:StepBuilder._build": "a message",
     "kernels/checks.py:shown": "a message",
