@@ -45,9 +45,9 @@ class UpdateByMicroBatch:
         for stack in stacks:  add(stack)  # compiled once for each size
         end()                             # compiled once
 
-    A program of the whole update would be compiled for each combination of sizes. Its numbers are
-    these, to float32 rounding. Between the programs the sums are in variables, which XLA adds to in
-    place.
+    A program of the whole update would be compiled for each combination of sizes. The losses and
+    weights here equal that program's, to float32 rounding. Between the programs the sums are in
+    variables, which XLA adds to in place.
 
     Args:
         cycle: the train step of whole updates.
@@ -71,11 +71,12 @@ class UpdateByMicroBatch:
         self._options = dataclasses.replace(objective.options, jit_compile=jit_compile)
         self._held: HeldSums | None = None
         # Places of the variables that the loss reaches, and of those of which it looks rows up.
-        # Both are known from a trace.
+        # Tracing `_add_micro_batch` fills both, so `_finish` is traced after all micro-batches.
         self._reached: set[int] = set()
         self._looked_up: set[int] = set()
-        # The reached variables that the program of the end was traced with.
-        self._reached_at_end: set[int] = set()
+        # The reached variables that `_finish` was traced with. A micro-batch of a new size may
+        # reach more of them, and `_finish` is then traced again.
+        self._reached_when_ended: set[int] = set()
         training, evaluating = retraces
         self._count = Program(self._count_micro_batch, jit_compile, training)
         self._add = Program(self._add_micro_batch, jit_compile, training)
@@ -111,19 +112,20 @@ class UpdateByMicroBatch:
         counts = None
         if objective.has_several_terms:
             counts = tf.add_n([self._count(stack) for stack in stacks])
-        # As in a program of the whole update: the loss scale keeps the range of float16.
+        # That of all stacks: each micro-batch is scaled as in a program of the whole update.
         typical = tf.constant(objective.typical_weight(stacks))
-        is_first = True
+        has_added = False
         try:
             for stack in stacks:
+                is_first = not has_added
                 self._add(tf.constant(is_first), typical, counts, stack)
-                is_first = False
-            if self._reached_at_end != self._reached:  # by a trace for another size
+                has_added = True
+            if self._reached_when_ended != self._reached:
                 self._end.retrace()
-                self._reached_at_end = set(self._reached)
+                self._reached_when_ended = set(self._reached)
             return self._end(typical)
         except BaseException:
-            if not is_first:
+            if has_added:  # else `state_before` is that of an earlier update
                 for variable, before in zip(objective.state, self._held.state_before, strict=True):
                     variable.assign(before)
             raise
@@ -155,7 +157,10 @@ class UpdateByMicroBatch:
     def _add_micro_batch(
         self, is_first: tf.Tensor, typical_weight: tf.Tensor, counts: tf.Tensor | None, stack: Batch
     ) -> None:
-        """Adds the sums of a stack to those of the update, which begins with it if `is_first`."""
+        """Adds the sums of a stack to those of the update, which begins with it if `is_first`.
+
+        Tracing it notes which variables are reached and looked up.
+        """
         held = self._held
         assert held is not None
         totals = None
@@ -168,17 +173,19 @@ class UpdateByMicroBatch:
             variable.assign(tf.where(is_first, value, variable + value))
 
         for j, gradient in enumerate(sums.gradients):
-            if gradient is None:  # of this size, at least
+            if gradient is None:  # micro-batches of other sizes may have a gradient
                 gradient = tf.zeros_like(held.gradients[j])
             else:
                 self._reached.add(j)
             add(held.gradients[j], gradient)
-        for j, met in sums.looked_up.items():
+        for j, rows in sums.looked_up.items():
             self._looked_up.add(j)
-            held.looked_up[j].assign(met | (held.looked_up[j] & ~is_first))
+            held.looked_up[j].assign(rows | (held.looked_up[j] & ~is_first))
         add(held.loss_sum, sums.loss_sum)
         add(held.weight_sum, sums.weight_sum)
         add(held.rows, self._objective.rows([stack]))
+        # `sums.state` is from before this micro-batch. It is from before the update for the first
+        # one alone, so later ones keep what the variable holds.
         for variable, before in zip(held.state_before, sums.state, strict=True):
             variable.assign(tf.where(is_first, before, variable))
 
@@ -195,6 +202,8 @@ class UpdateByMicroBatch:
             gradients=gradients,
             loss_sum=held.loss_sum.read_value(),
             weight_sum=held.weight_sum.read_value(),
+            # Each micro-batch's loss was scaled by this, as in `TrainStep.accumulate`: the typical
+            # weight keeps float16 cotangents in range.
             scale=scale / typical_weight,
             state=[v.read_value() for v in held.state_before],
             looked_up={j: held.looked_up[j].read_value() for j in self._looked_up},
