@@ -106,13 +106,14 @@ class ModelObjective(Objective):
         if flash_attention:
             self.attention = FusedAttention(flash_attention)
 
-        lookups = []
+        # The class indices come first, then the ids of each embedding.
+        checked_lookups = []
         for output in losses.outputs:
             if output.classes is not None:
-                lookups.append((f"labels of output {output.name!r}", output.classes))
-        self._first_embedding = len(lookups)
+                checked_lookups.append((f"labels of output {output.name!r}", output.classes))
+        self._first_embedding = len(checked_lookups)
         for layer, table_rows in model.lookups:
-            lookups.append((f"ids given to embedding {layer.name!r}", table_rows))
+            checked_lookups.append((f"ids given to embedding {layer.name!r}", table_rows))
 
         self.has_own_metrics = model.overrides("compute_metrics")
         self._require_logits_unused()
@@ -126,9 +127,10 @@ class ModelObjective(Objective):
 
         # The terms are the outputs' losses, then each kind of added loss, or what the model
         # computes itself.
-        self._returned = 0
+        returned_losses = 0
         if not losses.outputs and self.own_loss is None:
-            self._returned = model.returned_losses
+            returned_losses = model.returned_losses
+        self._takes_returned_losses = returned_losses > 0
         # A sum is refused for a `compute_loss` too.
         self._added = _added_kinds(model, options.own_loss_reduction)
         reductions_of_model: list[str]
@@ -136,7 +138,7 @@ class ModelObjective(Objective):
             self._added = []
             reductions_of_model = [self.own_loss.reduction]
         else:
-            reductions_of_model = ["mean"] * self._returned + self._added
+            reductions_of_model = ["mean"] * returned_losses + self._added
         self.term_weights = [o.weight for o in losses.outputs] + [1.0] * len(reductions_of_model)
         self.reductions = [o.reduction for o in losses.outputs] + reductions_of_model
         self._scalars = losses.scalar_positions
@@ -152,7 +154,7 @@ class ModelObjective(Objective):
         if options.on_nonfinite == "raise":
             patience = 1
         self.running = RunningState(
-            losses.log_names, metrics, IndexChecks(lookups), StuckSteps(patience)
+            losses.log_names, metrics, IndexChecks(checked_lookups), StuckSteps(patience)
         )
 
     def _require_logits_unused(self) -> None:
@@ -182,7 +184,7 @@ class ModelObjective(Objective):
             if observe:
                 scopes.enter_context(intercepting(self._make_id_observers()))
             hidden = scopes.enter_context(self.losses.leave_heads_out())
-            if self._returned:
+            if self._takes_returned_losses:
                 y_pred, means = self._call_with_losses(batch, training)
             else:
                 y_pred = self.model(batch.x, training=training)
@@ -256,35 +258,49 @@ class ModelObjective(Objective):
         The terms of the outputs come first, each 0 unless `compute_loss` asks for the compiled
         loss. The last is what `compute_loss` returns.
         """
-        output_terms: list[Term] = []
         rows = _rows(batch)
-        share = None
-        if totals is not None:
-            share = rows / totals.rows
+        if totals is None:
+            output_terms, value = self._own_loss_alone(own_loss, batch, y_pred, training, observe)
+        else:
+            output_terms, value = self._own_loss_of_part(
+                own_loss, batch, y_pred, training, observe, totals, rows / totals.rows
+            )
 
-        def weighted_sum() -> tf.Tensor:
-            """Sums the outputs' terms over the update's denominators, or else the micro-batch's."""
-            if totals is not None:
-                denominators = totals.denominators
-            else:
-                factors = self._factors(output_terms)
-                weight_sums = [term.weight_sum for term in output_terms]
-                denominators = self._denominators(weight_sums, factors)
-            return _weighted(self.term_weights, output_terms, denominators)
+        no_loss = Term(tf.constant(0.0), tf.constant(0.0))
+        if not output_terms:
+            output_terms = [no_loss] * len(self.losses.outputs)
+        if own_loss.reduction == "mean":
+            value = value * rows
+        return [*output_terms, Term(value, rows)]
+
+    def _own_loss_of_part(
+        self,
+        own_loss: OwnLoss,
+        batch: Batch,
+        y_pred: Nest,
+        training: bool,
+        observe: bool,
+        totals: Totals,
+        share: tf.Tensor,
+    ) -> tuple[list[Term], tf.Tensor]:
+        """Computes the outputs' terms and `compute_loss` for a micro-batch of an update.
+
+        The train step adds up `share * compute_loss(...)` for a mean over rows, where `share` is
+        the micro-batch's part of the rows, and `compute_loss(...)` for a sum. So `compute_loss` is
+        given this as its compiled loss:
+
+            compiled = sum_o loss_weight_o * loss_sum_o / denominator_o    # for a sum
+            compiled = sum_o loss_weight_o * loss_sum_o / denominator_o / share  # for a mean
+
+        With the update's denominators, either adds up to the compiled loss of all rows.
+        """
+        output_terms: list[Term] = []
 
         def compiled(y: Nest, y_pred: Nest, sample_weight: Nest) -> tf.Tensor:
-            """Computes the compiled loss, which `compute_loss` may ask for once."""
-            if output_terms:
-                raise ValueError(
-                    f"{own_loss.name} computes the compiled loss more than once, and each would "
-                    "need denominators of its own: call a Keras loss object for the others."
-                )
-            matched = self.outputs.matched(y, y_pred, named_weights(sample_weight))
-            if observe:
-                self._observe(matched.y_true)
-            output_terms.extend(self._compiled_terms(self._in_range(matched), {}, totals))
-            loss = weighted_sum()
-            if share is not None and own_loss.reduction != "sum":
+            _require_first(own_loss, output_terms)
+            output_terms.extend(self._terms_for_own_loss(y, y_pred, sample_weight, observe, totals))
+            loss = _weighted(self.term_weights, output_terms, totals.denominators)
+            if own_loss.reduction != "sum":
                 loss = loss / share
             return tf.identity(loss, name=COMPILED)
 
@@ -294,15 +310,52 @@ class ModelObjective(Objective):
         value = own_loss(
             batch.x, _targets(batch), y_pred, batch.weights, training, compute_compiled, share
         )
-        if totals is None and output_terms:
-            value -= tf.identity(weighted_sum(), name=COMPILED)
+        return output_terms, value
 
-        no_loss = Term(tf.constant(0.0), tf.constant(0.0))
-        if not output_terms:
-            output_terms = [no_loss] * len(self.losses.outputs)
-        if own_loss.reduction == "mean":
-            value = value * rows
-        return [*output_terms, Term(value, rows)]
+    def _own_loss_alone(
+        self, own_loss: OwnLoss, batch: Batch, y_pred: Nest, training: bool, observe: bool
+    ) -> tuple[list[Term], tf.Tensor]:
+        """Computes the outputs' terms, and what `compute_loss` adds to the compiled loss.
+
+        No totals are known: evaluations and counts add up terms, and divide at the end. The
+        compiled loss of the micro-batch alone goes into `compute_loss` and is taken off its result,
+
+            value = compute_loss(..., compiled) - compiled
+
+        since the outputs' terms hold it, with denominators over all rows in the end.
+        """
+        output_terms: list[Term] = []
+
+        def weighted_sum() -> tf.Tensor:
+            factors = self._factors(output_terms)
+            weight_sums = [term.weight_sum for term in output_terms]
+            denominators = self._denominators(weight_sums, factors)
+            loss = _weighted(self.term_weights, output_terms, denominators)
+            return tf.identity(loss, name=COMPILED)
+
+        def compiled(y: Nest, y_pred: Nest, sample_weight: Nest) -> tf.Tensor:
+            _require_first(own_loss, output_terms)
+            output_terms.extend(self._terms_for_own_loss(y, y_pred, sample_weight, observe, None))
+            return weighted_sum()
+
+        compute_compiled = None
+        if self.losses.outputs:
+            compute_compiled = compiled
+        value = own_loss(
+            batch.x, _targets(batch), y_pred, batch.weights, training, compute_compiled, share=None
+        )
+        if output_terms:
+            value -= weighted_sum()
+        return output_terms, value
+
+    def _terms_for_own_loss(
+        self, y: Nest, y_pred: Nest, sample_weight: Nest, observe: bool, totals: Totals | None
+    ) -> list[Term]:
+        """Returns the outputs' terms for what `compute_loss` passes to the compiled loss."""
+        matched = self.outputs.matched(y, y_pred, named_weights(sample_weight))
+        if observe:
+            self._observe(matched.y_true)
+        return self._compiled_terms(self._in_range(matched), {}, totals)
 
     @property
     def _has_compiled_metrics(self) -> bool:
@@ -316,13 +369,13 @@ class ModelObjective(Objective):
         return self.outputs.matched_for_metrics(y, y_pred, batch.weights, self._valid(batch))
 
     def _valid(self, batch: Batch) -> list[tf.Tensor | None]:
-        """Lists what is more than padding by output; None where all is."""
+        """Lists by output which elements are no padding, in valid rows; None where all are."""
         rows = batch.mask
-        real: list[tf.Tensor | None] = [None] * len(self.outputs.names)
+        unpadded: list[tf.Tensor | None] = [None] * len(self.outputs.names)
         if tf.nest.flatten(batch.real):
-            real = self.outputs.targets_of_metrics(batch.real)
+            unpadded = self.outputs.targets_of_metrics(batch.real)
         valid: list[tf.Tensor | None] = []
-        for elements in real:
+        for elements in unpadded:
             if elements is None:
                 valid.append(rows)
             elif rows is None:
@@ -421,7 +474,7 @@ class ModelObjective(Objective):
         """
         micro_batches = sum(trip_count(stack) for stack in stacks)
         if micro_batches * self.losses.replicas > 1:
-            self.warn_of_parts()
+            self.warn_of_mixed_rows()
         self.observe_labels(stacks)
         if not self.has_several_terms:
             return None
@@ -432,10 +485,10 @@ class ModelObjective(Objective):
         rows = counts.rows * tf.cast(any_counts, counts.rows.dtype)
         return Totals(self._denominators(counts.weight_sums, counts.factors), rows)
 
-    def warn_of_parts(self) -> None:
-        """Warns, once each, of what an update's parts compute otherwise than all its rows together.
+    def warn_of_mixed_rows(self) -> None:
+        """Warns of losses, metrics and layers whose values depend on how an update is split.
 
-        That may be a loss, a metric or a layer.
+        Each warning comes once.
         """
         while self.mixing:
             _warn_of_mixing(*self.mixing.popitem())
@@ -464,7 +517,10 @@ class ModelObjective(Objective):
     def _denominators(
         self, weight_sums: Sequence[tf.Tensor], factors: Sequence[Factor]
     ) -> list[tf.Tensor]:
-        """Returns the divisors of the first terms' loss sums, of as many as have a weight sum."""
+        """Returns the divisor of each term's loss sum.
+
+        There are as many as there are weight sums, which may be those of the outputs' terms alone.
+        """
         denominators = []
         for reduction, weight_sum in zip(self.reductions, weight_sums, strict=False):
             if reduction == "sum":
@@ -493,7 +549,7 @@ class ModelObjective(Objective):
 
         def count(batch: Batch) -> Counts:
             rows = _rows(batch)
-            if not self.losses.outputs and not self._returned:
+            if not self.losses.outputs and not self._takes_returned_losses:
                 return Counts([rows] * len(self.term_weights), [], rows)
             terms = self.forward(batch, training=False, observe=False).terms
             weight_sums = [term.weight_sum for term in terms]
@@ -645,6 +701,15 @@ def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
             "compute_loss return a mean over rows."
         )
     return ["sum"] * len(model.added_reductions)
+
+
+def _require_first(own_loss: OwnLoss, output_terms: Sequence[Term]) -> None:
+    """Raises ValueError if `compute_loss` has computed the compiled loss before."""
+    if output_terms:
+        raise ValueError(
+            f"{own_loss.name} computes the compiled loss more than once, and each would "
+            "need denominators of its own: call a Keras loss object for the others."
+        )
 
 
 def _read(weight: float | Variable) -> float | tf.Tensor:
