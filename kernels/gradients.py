@@ -42,9 +42,20 @@ class OfferedTotal(NamedTuple):
 class OfferedTotals:
     """Sums of gradients so far, offered to kernels in the graph that a micro-batch is traced in.
 
-    A kernel that finds a variable's total computes, beside the gradient, the total with the
-    gradient added in place. XLA drops the sum unless the gradient that the kernel returned reaches
-    the variable as it is.
+    A kernel of the backward pass may add its gradient to the total, as in this loop:
+
+        for i in range(steps):
+            gradients, noted = forward_and_backward(i, totals)
+            for j, gradient in enumerate(gradients):
+                if gradient in noted:
+                    totals[j] = noted[gradient]  # a kernel has computed total + gradient
+                else:
+                    totals[j] += gradient
+
+    A kernel that finds a variable's total notes, beside the gradient that it returns, the total
+    with that gradient added in place. `with_added` finds the noted sum if this very tensor reaches
+    the variable, and `AddedAccumulator` takes the sum in place of the gradient. If the gradient is
+    changed on its way, nobody reads the noted sum, and XLA drops it.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], totals: Sequence[tf.Tensor]):
@@ -119,17 +130,21 @@ class SumAccumulator:
 
 
 class AddedAccumulator(SumAccumulator):
-    """`SumAccumulator` to which a kernel adds all but some terms of the gradient."""
+    """`SumAccumulator` of a variable to whose total a kernel has added a term of the gradient.
 
-    def __init__(self, total: tf.Tensor, added: tf.Tensor, terms: Sequence[tf.Tensor]):
-        super().__init__(total, added)
-        self.terms = [added, *(_by_rows(term) for term in terms)]
+    A micro-batch hands `total_after`, the total with that term, to the loop in place of the term,
+    and `other_terms`, which the loop adds.
+    """
+
+    def __init__(self, total: tf.Tensor, total_after: tf.Tensor, other_terms: Sequence[tf.Tensor]):
+        super().__init__(total, total_after)
+        self.terms = [total_after, *(_by_rows(term) for term in other_terms)]
 
     def add(
         self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor | tf.IndexedSlices]
     ) -> list[tf.Tensor]:
-        total, *other_terms = terms
-        return [_added(total, other_terms)]
+        total_after, *other_terms = terms
+        return [_added(total_after, other_terms)]
 
 
 def _by_rows(term: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
@@ -158,44 +173,57 @@ def _added(total: tf.Tensor, terms: Sequence[tf.Tensor | tf.IndexedSlices]) -> t
 
 
 class LookupAccumulator(SumAccumulator):
-    """`SumAccumulator` of `IndexedSlices` that marks in `met`, bool [rows], which rows occurred."""
+    """`SumAccumulator` of `IndexedSlices` that marks the rows of a table which are looked up.
 
-    def __init__(self, total: tf.Tensor, gradient: tf.IndexedSlices, met: tf.Tensor):
+    `looked_up`, bool [rows], has the rows of earlier stacks.
+    """
+
+    def __init__(self, total: tf.Tensor, gradient: tf.IndexedSlices, looked_up: tf.Tensor):
         super().__init__(total, gradient)
-        self._met = met
+        self._looked_up = looked_up
 
     def start(self) -> list[tf.Tensor]:
-        return [*super().start(), self._met]
+        return [*super().start(), self._looked_up]
 
     def add(
         self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor | tf.IndexedSlices]
     ) -> list[tf.Tensor]:
-        total, met = carried
+        total, looked_up = carried
         indices = terms[0].indices[:, tf.newaxis]
         marks = tf.fill(tf.shape(indices)[:1], True)
         added = super().add(i, [total], terms)
-        return [*added, tf.tensor_scatter_nd_update(met, indices, marks)]
+        return [*added, tf.tensor_scatter_nd_update(looked_up, indices, marks)]
 
-    def met(self, carried: list[tf.Tensor]) -> tf.Tensor:
+    def looked_up(self, carried: list[tf.Tensor]) -> tf.Tensor:
         """Returns which rows occurred, from what the loop carried out."""
-        _, met = carried
-        return met
+        _, looked_up = carried
+        return looked_up
 
 
 class FactoredAccumulator:
     """Sum of `a_i^T @ b_i` over micro-batches i, as one product `a^T @ b` over the rows of all.
 
-    `wholes` are the factors of all micro-batches, [steps, rows, ...]; None for one that the loop is
-    to write down.
+    Args:
+        total: the sum that the product is added to.
+        factors: a_i and b_i of one micro-batch.
+        stacked_factors: a and b, [steps, rows, ...]. None for one that no tensor of the stack
+            holds: the loop writes it, a slice for each micro-batch.
+        steps: the number of micro-batches.
     """
 
-    def __init__(self, total: tf.Tensor, factors: tuple, wholes: tuple, steps: int):
+    def __init__(
+        self,
+        total: tf.Tensor,
+        factors: tuple[tf.Tensor, tf.Tensor],
+        stacked_factors: tuple[tf.Tensor | None, tf.Tensor | None],
+        steps: int,
+    ):
         self._total = total
-        self._wholes = wholes
+        self._stacked_factors = stacked_factors
         self._steps = steps
         self.terms = []
-        for factor, whole in zip(factors, wholes, strict=True):
-            if whole is None:
+        for factor, stacked in zip(factors, stacked_factors, strict=True):
+            if stacked is None:
                 self.terms.append(factor)
 
     def start(self) -> list[tf.Tensor]:
@@ -205,17 +233,17 @@ class FactoredAccumulator:
         self, i: tf.Tensor, carried: list[tf.Tensor], terms: list[tf.Tensor]
     ) -> list[tf.Tensor]:
         written = []
-        for whole, term in zip(carried, terms, strict=True):
-            written.append(dynamic_update_slice(whole, term[tf.newaxis], [i, 0, 0]))
+        for stacked, term in zip(carried, terms, strict=True):
+            written.append(dynamic_update_slice(stacked, term[tf.newaxis], [i, 0, 0]))
         return written
 
     def total(self, carried: list[tf.Tensor]) -> tf.Tensor:
         factors = []
         written = iter(carried)
-        for whole in self._wholes:
-            if whole is None:
-                whole = next(written)
-            factors.append(whole)
+        for stacked in self._stacked_factors:
+            if stacked is None:
+                stacked = next(written)
+            factors.append(stacked)
         a, b = factors
         a = tf.reshape(a, [-1, a.shape[-1]])
         b = tf.reshape(b, [-1, b.shape[-1]])
@@ -226,22 +254,23 @@ class FactoredAccumulator:
         return self._total + product
 
 
-def accumulator(
+def choose_accumulator(
     total: tf.Tensor,
     gradient: tf.Tensor | tf.IndexedSlices,
     steps: int,
-    whole: Callable[[tf.Tensor], tf.Tensor | None],
+    find_stacked: Callable[[tf.Tensor], tf.Tensor | None],
 ) -> SumAccumulator | FactoredAccumulator:
-    """Chooses a `FactoredAccumulator` where all factors are no larger than their product.
+    """Chooses a `FactoredAccumulator` where the loop writes no more bytes than its total has.
 
-    The factors are those of all `steps` micro-batches. `whole(t)` returns the tensor of all
-    micro-batches that a factor is a slice of, or None.
+    Those bytes are the factors of all `steps` micro-batches, except where the stack holds them:
+    `find_stacked(t)` returns the tensor of the stack that `t` is a slice of, or None.
     """
     factors = _factors(gradient)
     if factors is None or steps < FEWEST_STEPS or total.shape.num_elements() < SMALLEST_MATRIX:
         return SumAccumulator(total, gradient)
-    wholes = tuple(whole(_source(factor)) for factor in factors)
-    factored = FactoredAccumulator(total, factors, wholes, steps)
+    a, b = factors
+    stacked_factors = (find_stacked(_source(a)), find_stacked(_source(b)))
+    factored = FactoredAccumulator(total, factors, stacked_factors, steps)
     written_bytes = steps * sum(_bytes(term) for term in factored.terms)
     if written_bytes <= _bytes(total):
         return factored
@@ -274,6 +303,7 @@ def _factors(gradient: tf.Tensor | tf.IndexedSlices) -> tuple[tf.Tensor, tf.Tens
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """Returns the tensor that others pass on unchanged."""
     while tensor.op.type == "Identity":
         (tensor,) = tensor.op.inputs
     return tensor
@@ -334,7 +364,7 @@ class GradientSums:
         grads: the gradients of a micro-batch; None for variables that the loss does not reach.
         offered: the totals that kernels were offered while it was traced.
         steps: the number of micro-batches.
-        wholes: tensors of all micro-batches, by the `ref` of the part of each in one micro-batch.
+        stacked: tensors of the stack, by the `ref` of the slice of each in one micro-batch.
         notes_lookups: notes which rows of a table occurred.
 
     Attributes:
@@ -347,7 +377,7 @@ class GradientSums:
         grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
         offered: OfferedTotals,
         steps: int,
-        wholes: Mapping[Hashable, tf.Tensor],
+        stacked: Mapping[Hashable, tf.Tensor],
         notes_lookups: bool,
     ):
         self._accumulators: dict[int, SumAccumulator | FactoredAccumulator] = {}
@@ -362,8 +392,8 @@ class GradientSums:
             elif isinstance(gradient, tf.IndexedSlices) and notes_lookups:
                 self._accumulators[j] = LookupAccumulator(total, gradient, before.looked_up[j])
             else:
-                self._accumulators[j] = accumulator(
-                    total, gradient, steps, lambda t: wholes.get(t.ref())
+                self._accumulators[j] = choose_accumulator(
+                    total, gradient, steps, lambda t: stacked.get(t.ref())
                 )
         self.terms = {j: accumulator.terms for j, accumulator in self._accumulators.items()}
 
@@ -404,7 +434,7 @@ class GradientSums:
         rows = {}
         for j, accumulator in self._accumulators.items():
             if isinstance(accumulator, LookupAccumulator):
-                rows[j] = accumulator.met(carried[j])
+                rows[j] = accumulator.looked_up(carried[j])
         return rows
 
 
@@ -426,8 +456,8 @@ def accumulator_dtype(dtype: tf.DType) -> tf.DType:
 def _sum_of_squares(x: tf.Tensor) -> tf.Tensor:
     squares = tf.square(x)
     if x.shape.rank > 1 and not has_gpu():
-        # XLA:CPU may not reorder a float sum, so its reductions are scalar chains. A product with
-        # ones is none.
+        # XLA:CPU may not reorder a float sum, so it reduces one element after another. It computes
+        # the same sum faster as a product with a vector of ones.
         columns = x.shape[-1]
         squares = tf.linalg.matvec(tf.reshape(squares, [-1, columns]), tf.ones([columns], x.dtype))
     return tf.cast(tf.reduce_sum(squares), tf.float32)

@@ -259,7 +259,7 @@ class TrainStep:
                 grads,
                 offered,
                 micro_batches,
-                wholes=_wholes_by_slice(micro_batch, stack),
+                stacked=_stacked_by_slice(micro_batch, stack),
                 notes_lookups=notes_lookups,
             )
             return (loss_sum, weight_sum, gradient_sums.terms), gradient_sums
@@ -406,14 +406,14 @@ def _micro_batch_at(stack: object, i: tf.Tensor) -> Any:
     return tf.nest.map_structure(gather, stack)
 
 
-def _wholes_by_slice(micro_batch: object, stack: object) -> dict[Hashable, tf.Tensor]:
-    """Returns the tensor of all micro-batches by the `ref` of its slice in one micro-batch."""
-    wholes = {}
+def _stacked_by_slice(micro_batch: object, stack: object) -> dict[Hashable, tf.Tensor]:
+    """Returns the tensors of the stack by the `ref` of the slice of each in one micro-batch."""
+    stacked_by_slice = {}
     slices = tf.nest.flatten(micro_batch)
-    for part, whole in zip(slices, tf.nest.flatten(stack), strict=True):
+    for part, stacked in zip(slices, tf.nest.flatten(stack), strict=True):
         if part is not None:
-            wholes[part.ref()] = whole
-    return wholes
+            stacked_by_slice[part.ref()] = stacked
+    return stacked_by_slice
 
 
 @contextlib.contextmanager

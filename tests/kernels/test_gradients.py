@@ -68,8 +68,8 @@ def kinds(monkeypatch):
         chosen.append(choose(*args))
         return chosen[-1]
 
-    choose = gradients.accumulator
-    monkeypatch.setattr("fastaccum.kernels.gradients.accumulator", spy)
+    choose = gradients.choose_accumulator
+    monkeypatch.setattr("fastaccum.kernels.gradients.choose_accumulator", spy)
     return lambda: [type(each).__name__ for each in chosen]
 
 
@@ -195,7 +195,7 @@ def choice(gradient_of, steps=N, rows=ROWS, dtype=tf.float32, shape=(WIDTH, WIDT
             loss = gradient_of(x, kernel)
         gradient = tape.gradient(loss, kernel)
         return type(
-            gradients.accumulator(tf.zeros(shape), gradient, steps, lambda t: None)
+            gradients.choose_accumulator(tf.zeros(shape), gradient, steps, lambda t: None)
         ).__name__
 
 
