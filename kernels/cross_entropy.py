@@ -5,6 +5,7 @@ Shape suffixes: N tokens, D width, V vocabulary; n and v are the part of N and V
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -44,9 +45,26 @@ class LabelScores(NamedTuple):
     """
 
     loss: tf.Tensor  # `logsumexp(logits) - logits[label]`, float32, without smoothing or z-loss
-    best: tf.Tensor  # the place of the largest logit, int32, the first of several
+    best: tf.Tensor  # the column of the largest logit, int32, the first of several
     # how many logits are larger than the label's, int32, where that was asked for
     above: tf.Tensor | None = None
+
+
+class _Scores(enum.Enum):
+    """The scores of labels that are computed beside the losses."""
+
+    NONE = enum.auto()
+    LOSS_AND_BEST = enum.auto()
+    ALL = enum.auto()  # `above` too
+
+    @classmethod
+    def of(cls, ranks: bool | None) -> _Scores:
+        """Returns the scores that `ranks` of `linear_cross_entropy_sum_and_scores` asks for."""
+        if ranks is None:
+            return cls.NONE
+        if ranks:
+            return cls.ALL
+        return cls.LOSS_AND_BEST
 
 
 class _Options(NamedTuple):
@@ -135,13 +153,13 @@ def linear_cross_entropy(
     [4.6052, 0.0]
     """
     options = require_options(ignore_index, label_smoothing, z_loss)
-    head, labels = _checked(
+    head, labels = _make_head(
         hidden,
         kernel,
         labels,
         bias,
-        transpose_kernel,
-        chunk_size,
+        transposed=transpose_kernel,
+        chunk_size=chunk_size,
         soft_cap=soft_cap,
         smoothing=options.label_smoothing,
     )
@@ -179,17 +197,18 @@ def linear_cross_entropy_sum_and_scores(
 
     `weights`, float32, are broadcast to labels' shape; `rounded_kernel` is `cast(kernel,
     hidden.dtype)`, where it is at hand; the other options are those of `linear_cross_entropy`.
-    Returned beside the sum are scores without gradients where `ranks` is not None; True asks for
-    `above` too, another matmul where the vocabulary is cut.
+    The scores beside the sum have no gradients. `ranks=None` asks for none, False for `loss` and
+    `best`, and True for `above` too, which takes another matmul where the vocabulary is cut.
     """
     numbers = require_options(**options)
-    head, labels = _checked(
+    wanted = _Scores.of(ranks)
+    head, labels = _make_head(
         hidden,
         kernel,
         labels,
         bias,
-        transpose_kernel,
-        chunk_size,
+        transposed=transpose_kernel,
+        chunk_size=chunk_size,
         rounded=rounded_kernel,
         soft_cap=soft_cap,
         smoothing=numbers.label_smoothing,
@@ -206,9 +225,9 @@ def linear_cross_entropy_sum_and_scores(
     if implementation == "one_pass" and head.tokens.size:
         all_columns = cut(head.columns.size, head.columns.size)
         head = head._replace(columns=all_columns)
-        total, scores = _one_pass(head, labels, weights, numbers, ranks)
+        total, scores = _one_pass(head, labels, weights, numbers, wanted)
     else:
-        losses, scores = _token_losses(head, labels, numbers, implementation, ranks)
+        losses, scores = _token_losses(head, labels, numbers, implementation, wanted)
         total = tf.reduce_sum(weights * losses)
 
     if scores is None:
@@ -258,13 +277,13 @@ def _token_losses(
     labels: tf.Tensor,
     options: _Options,
     implementation: str,
-    ranks: bool | None = None,
+    wanted: _Scores = _Scores.NONE,
 ) -> tuple[tf.Tensor, LabelScores | None]:
     """Computes each token's loss, chunked or unfused, and its label's scores as flat tensors."""
 
     def compute_terms(column_N):
         if implementation == "chunked" and head.tokens.size:
-            return _chunked(head, column_N, options.label_smoothing, ranks)
+            return _chunked(head, column_N, options.label_smoothing, wanted)
 
         kernel_DV = head.kernel
         if head.transposed:
@@ -274,7 +293,7 @@ def _token_losses(
         )
         for b_V in head.bias:
             logits_NV += tf.cast(b_V, tf.float32)
-        return _of_logits(head.capped(logits_NV), column_N, options.label_smoothing, ranks)
+        return _of_logits(head.capped(logits_NV), column_N, options.label_smoothing, wanted)
 
     return _losses(compute_terms, labels, head.columns.size, options.ignore_index, options.z_loss)
 
@@ -288,12 +307,12 @@ def _losses(
 ) -> tuple[tf.Tensor, LabelScores | None]:
     """Computes the losses, in the labels' shape, from their terms; returns the scores as well."""
     with tf.name_scope("linear_cross_entropy"):
-        column_N, counted_N = _columns(labels, vocabulary, ignore_index)
+        column_N, loss_factor_N = _columns(labels, vocabulary, ignore_index)
         terms = compute_terms(column_N)
         losses_N = terms.lse_N - terms.target_N
         if z_loss:
             losses_N += z_loss * tf.square(terms.lse_N)
-        losses_N = tf.where(counted_N == 0.0, 0.0, losses_N * counted_N)
+        losses_N = tf.where(loss_factor_N == 0.0, 0.0, losses_N * loss_factor_N)
     return tf.reshape(losses_N, tf.shape(labels)), terms.scores
 
 
@@ -305,13 +324,13 @@ def _columns(labels: tf.Tensor, vocabulary: int, ignore_index: int) -> tuple[tf.
     """
     labels_N = tf.cast(tf.reshape(labels, [-1]), tf.int64)
     in_range_N = (labels_N >= 0) & (labels_N < vocabulary)
-    counted_N = tf.where(labels_N == ignore_index, 0.0, tf.where(in_range_N, 1.0, math.nan))
+    loss_factor_N = tf.where(labels_N == ignore_index, 0.0, tf.where(in_range_N, 1.0, math.nan))
     column_N = tf.cast(tf.where(in_range_N, labels_N, -1), tf.int32)
-    return column_N, counted_N
+    return column_N, loss_factor_N
 
 
 def _of_logits(
-    logits_NV: tf.Tensor, column_N: tf.Tensor, smoothing: float, ranks: bool | None = None
+    logits_NV: tf.Tensor, column_N: tf.Tensor, smoothing: float, wanted: _Scores = _Scores.NONE
 ) -> _Terms:
     """Computes the terms of the losses from all the logits, with plain autodiff."""
     # A select rather than a gather, whose gradient is a scatter into one more array of this size.
@@ -321,14 +340,14 @@ def _of_logits(
     if smoothing:
         target_N = (1 - smoothing) * target_N + smoothing * tf.reduce_mean(logits_NV, -1)
     lse_N = tf.reduce_logsumexp(logits_NV, -1)
-    if ranks is None:
+    if wanted is _Scores.NONE:
         return _Terms(lse_N, target_N)
 
-    above_N = tf.reduce_sum(tf.cast(logits_NV > logit_N[:, tf.newaxis], tf.int32), -1)
     loss_N = tf.stop_gradient(lse_N - logit_N)
     best_N = tf.argmax(logits_NV, -1, tf.int32)
-    if not ranks:
+    if wanted is _Scores.LOSS_AND_BEST:
         return _Terms(lse_N, target_N, LabelScores(loss_N, best_N))
+    above_N = tf.reduce_sum(tf.cast(logits_NV > logit_N[:, tf.newaxis], tf.int32), -1)
     return _Terms(lse_N, target_N, LabelScores(loss_N, best_N, above_N))
 
 
@@ -346,10 +365,10 @@ def _factor(dlogits: tf.Tensor, dtype: tf.DType) -> tf.Tensor | float:
 
 
 def _one_pass(
-    head: Head, labels: tf.Tensor, weights: tf.Tensor, options: _Options, ranks: bool | None
+    head: Head, labels: tf.Tensor, weights: tf.Tensor, options: _Options, wanted: _Scores
 ) -> tuple[tf.Tensor, LabelScores | None]:
     """Computes the weighted sum of losses, and the gradients with it, in one loop over tokens."""
-    column_N, counted_N = _columns(labels, head.columns.size, options.ignore_index)
+    column_N, loss_factor_N = _columns(labels, head.columns.size, options.ignore_index)
 
     @custom_gradient
     def weighted_sum(weight_N, *inputs):
@@ -363,7 +382,7 @@ def _one_pass(
 
         with private.record.stop_recording():  # an eager tape would keep what the loop computes
             losses_N, scores, sums = _losses_and_gradients(
-                traced_head, column_N, dlse, dtarget, mean_N, inputs, options, ranks
+                traced_head, column_N, dlse, dtarget, mean_N, inputs, options, wanted
             )
 
         def gradient(dtotal, *dscores):
@@ -373,18 +392,18 @@ def _one_pass(
             dweight_N = dtotal * losses_N
             return first_order([dweight_N, *gradients], "linear_cross_entropy_sum_and_scores")
 
-        total = tf.reduce_sum(tf.where(counted_N == 0.0, 0.0, weight_N * losses_N))
+        total = tf.reduce_sum(tf.where(loss_factor_N == 0.0, 0.0, weight_N * losses_N))
         return (total, *scores), gradient
 
     with tf.name_scope("linear_cross_entropy"):
         weight_N = tf.reshape(tf.broadcast_to(weights, labels.shape), [-1])
         total, *scores = weighted_sum(
-            tf.where(counted_N == 0, 0.0, weight_N * counted_N),
+            tf.where(loss_factor_N == 0, 0.0, weight_N * loss_factor_N),
             head.hidden_ND,
             head.kernel,
             *head.bias,
         )
-    if ranks is None:
+    if wanted is _Scores.NONE:
         return total, None
     return total, LabelScores(*scores)
 
@@ -397,7 +416,7 @@ def _losses_and_gradients(
     mean_N: tf.Tensor | None,
     inputs: Sequence[tf.Tensor],
     options: _Options,
-    ranks: bool | None,
+    wanted: _Scores,
 ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
     """Computes losses, the tensors of the scores, and the inputs' gradients, in one loop.
 
@@ -409,7 +428,7 @@ def _losses_and_gradients(
         mean_N: mean of each token's logits, for label smoothing.
         inputs: the tensors that are to have gradients.
         options: those of the losses.
-        ranks: as in `linear_cross_entropy_sum_and_scores`.
+        wanted: the scores to compute.
     """
     smoothing = options.label_smoothing
     size = head.tokens.length
@@ -420,16 +439,14 @@ def _losses_and_gradients(
         dlse_n = dlse[i]
         dtarget_n = dtarget[i]
 
-        rows = MaxAndExpSum(*max_and_exp_sum(chunk.logits_nv, argmax=ranks is not None))
+        rows = MaxAndExpSum(*max_and_exp_sum(chunk.logits_nv, argmax=wanted is not _Scores.NONE))
         lse_n = rows.maximum + tf.math.log(rows.exp_sum)
         here_n, logit_n = chunk.at_label()
-        label_loss_n = lse_n - logit_n
-        above_n = chunk.above(logit_n)
         scores_n = []
-        if ranks is not None:
-            scores_n = [label_loss_n, rows.place]
-        if ranks:
-            scores_n.append(above_n)
+        if wanted is not _Scores.NONE:
+            scores_n = [lse_n - logit_n, rows.argmax]
+        if wanted is _Scores.ALL:
+            scores_n.append(chunk.above(logit_n))
         scores = [
             dynamic_update_slice(whole, part, [n])
             for whole, part in zip(scores, scores_n, strict=True)
@@ -450,9 +467,9 @@ def _losses_and_gradients(
 
     losses_N = tf.zeros(column_N.shape)
     scores: list[tf.Tensor] = []
-    if ranks is not None:
+    if wanted is not _Scores.NONE:
         scores = [tf.zeros(column_N.shape), tf.zeros(column_N.shape, tf.int32)]
-    if ranks:
+    if wanted is _Scores.ALL:
         scores.append(tf.zeros(column_N.shape, tf.int32))
     sums = [tf.zeros(t.shape) for t in inputs]
     steps = head.tokens.pieces * head.columns.pieces
@@ -460,21 +477,23 @@ def _losses_and_gradients(
     return losses_N, scores, sums
 
 
-def _chunked(head: Head, column_N: tf.Tensor, smoothing: float, ranks: bool | None) -> _Terms:
+def _chunked(head: Head, column_N: tf.Tensor, smoothing: float, wanted: _Scores) -> _Terms:
     """Computes the terms of the losses, and their gradients, in chunks of tokens and columns."""
     steps = head.tokens.pieces * head.columns.pieces
 
     @custom_gradient
     def compute_terms(*inputs):
         traced_head = head.of(*inputs)
-        lse_N, logit_N, best_N = _online_lse(traced_head, column_N, argmax=ranks is not None)
+        lse_N, logit_N, best_N = _online_lse(
+            traced_head, column_N, argmax=wanted is not _Scores.NONE
+        )
         target_N = logit_N
         if smoothing:
             target_N = (1 - smoothing) * logit_N + smoothing * traced_head.mean()
         scores = []
-        if ranks is not None:
+        if wanted is not _Scores.NONE:
             scores = [lse_N - logit_N, best_N]
-        if ranks:
+        if wanted is _Scores.ALL:
             scores.append(_above(traced_head, column_N, logit_N))
 
         def gradient(dlse_N, dtarget_N, *dscores):
@@ -484,11 +503,13 @@ def _chunked(head: Head, column_N: tf.Tensor, smoothing: float, ranks: bool | No
 
             def backward(i, *sums):
                 chunk = traced_head.chunk(i, column_N)
-                row, _ = chunk.place
+                token_piece, _ = chunk.piece
                 n, _ = chunk.start
                 lse_n = tf.slice(lse_N, [n], [head.tokens.length])
                 softmax_nv = tf.exp(chunk.logits_nv - lse_n[:, tf.newaxis])
-                return traced_head.add(sums, chunk, softmax_nv, dlse[row], dtarget[row], smoothing)
+                return traced_head.add(
+                    sums, chunk, softmax_nv, dlse[token_piece], dtarget[token_piece], smoothing
+                )
 
             sums = loop(steps, backward, [tf.zeros(t.shape) for t in inputs])
             return [
@@ -498,7 +519,7 @@ def _chunked(head: Head, column_N: tf.Tensor, smoothing: float, ranks: bool | No
         return (lse_N, target_N, *scores), gradient
 
     lse_N, target_N, *scores = compute_terms(head.hidden_ND, head.kernel, *head.bias)
-    if ranks is None:
+    if wanted is _Scores.NONE:
         return _Terms(lse_N, target_N)
     return _Terms(lse_N, target_N, LabelScores(*scores))
 
@@ -526,11 +547,13 @@ def _online_lse(
         updated = [row_max_n, row_sum_n, label_logit_n]
         if argmax:
             is_larger_n = rows.maximum > before.row_max
-            updated.append(tf.where(is_larger_n, rows.place + first_column, before.best))
+            updated.append(tf.where(is_larger_n, rows.argmax + first_column, before.best))
 
         if head.tokens.overlap:
-            row, _ = chunk.place
-            fresh_n = head.tokens.fresh(row)
+            # The last piece begins on tokens that the piece before has finished. Those keep their
+            # old values, or their sums would count each column a second time.
+            token_piece, _ = chunk.piece
+            fresh_n = head.tokens.fresh(token_piece)
             updated = [
                 tf.where(fresh_n, new, old) for new, old in zip(updated, slices, strict=True)
             ]
@@ -563,9 +586,9 @@ def _above(head: Head, column_N: tf.Tensor, logit_N: tf.Tensor) -> tf.Tensor:
     def step(i, above_N):
         chunk = head.chunk(i, column_N)
         n, _ = chunk.start
-        row, _ = chunk.place
+        token_piece, _ = chunk.piece
         above_n = tf.where(
-            head.tokens.fresh(row),
+            head.tokens.fresh(token_piece),
             chunk.above(tf.slice(logit_N, [n], [head.tokens.length])),
             0,
         )
@@ -576,12 +599,22 @@ def _above(head: Head, column_N: tf.Tensor, logit_N: tf.Tensor) -> tf.Tensor:
     return above_N
 
 
-def _checked(
-    hidden, kernel, labels, bias, transposed, chunk_size, rounded=None, soft_cap=None, smoothing=0.0
+def _make_head(
+    hidden: tf.Tensor,
+    kernel: tf.Tensor,
+    labels: tf.Tensor,
+    bias: tf.Tensor | None,
+    *,
+    transposed: bool,
+    chunk_size: int | None,
+    rounded: tf.Tensor | None = None,
+    soft_cap: float | None = None,
+    smoothing: float = 0.0,
 ) -> tuple[Head, tf.Tensor]:
     """Returns the head and the labels as tensors.
 
-    Raises TypeError or ValueError for arguments that do not fit.
+    The arguments are those of `linear_cross_entropy_sum_and_scores`. Raises TypeError or
+    ValueError for arguments that do not fit.
     """
     hidden = as_tensor("hidden", hidden)
     kernel = as_tensor("kernel", kernel)

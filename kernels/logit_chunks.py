@@ -62,7 +62,9 @@ class Chunk(NamedTuple):
     """Logits of some tokens for some classes, and the tensors that they are computed from."""
 
     start: tuple[tf.Tensor, tf.Tensor]  # its first token and column
-    place: tuple[tf.Tensor, tf.Tensor]  # among the pieces of the tokens and of the columns
+    piece: tuple[
+        tf.Tensor, tf.Tensor
+    ]  # its number among the pieces of the tokens and of the columns
     hidden_nD: tf.Tensor
     kernel: tf.Tensor  # [D, v]; [v, D] where it is transposed
     logits_nv: tf.Tensor
@@ -154,7 +156,7 @@ class Head(NamedTuple):
         is_label_nv = tf.range(self.columns.length) == chunk.label_n[:, tf.newaxis]
         smoothed_nv = tf.where(is_label_nv, 1 - smoothing, 0.0)
         if smoothing:
-            _, column = chunk.place
+            _, column = chunk.piece
             fresh_v = tf.cast(self.columns.fresh(column), tf.float32)
             smoothed_nv += smoothing / self.columns.size * fresh_v
         dlogits_nv = softmax_nv * dlse_n[:, tf.newaxis] + smoothed_nv * dtarget_n[:, tf.newaxis]

@@ -201,7 +201,7 @@ class MaxAndExpSum(NamedTuple):
 
     maximum: tf.Tensor
     exp_sum: tf.Tensor
-    place: tf.Tensor | None = None  # the first of the maximum's, if asked for
+    argmax: tf.Tensor | None = None  # the first column of the maximum, if asked for
 
 
 def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:
@@ -231,8 +231,8 @@ def max_and_exp_sum(x: tf.Tensor, argmax: bool = False) -> list[tf.Tensor]:
         first_place = []
         if argmax:
             are_equal = a.maximum == b.maximum
-            earlier = tf.minimum(a.place, b.place)
-            first_place = [tf.where(are_equal, earlier, tf.where(larger_a, a.place, b.place))]
+            earlier = tf.minimum(a.argmax, b.argmax)
+            first_place = [tf.where(are_equal, earlier, tf.where(larger_a, a.argmax, b.argmax))]
         maximum = tf.maximum(a.maximum, b.maximum)
         exp_sum = tf.where(
             larger_a, a.exp_sum + smaller * b.exp_sum, smaller * a.exp_sum + b.exp_sum

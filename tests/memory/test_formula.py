@@ -36,7 +36,9 @@ def test_the_loss_cuts_its_tokens_as_the_formula_has_it(tokens, monkeypatch):
     monkeypatch.setattr(cross_entropy, "has_gpu", lambda: True)
     shapes = [([tokens, 1], "float32"), ([50257, 1], "float32"), ([tokens], "int32")]
     hidden, kernel, labels = (keras.ops.zeros(shape, dtype) for shape, dtype in shapes)
-    head, _ = cross_entropy._checked(hidden, kernel, labels, None, True, None)
+    head, _ = cross_entropy._make_head(
+        hidden, kernel, labels, None, transposed=True, chunk_size=None
+    )
     assert head.tokens.length == formula.tokens_at_once(tokens, 50257)
 
 
