@@ -15,7 +15,7 @@ from fastaccum.kernels import attention, linear_cross_entropy
 from fastaccum.step.compiler_ir import memory_analysis
 from fastaccum.step.program import Program
 
-TIMES = [512, 1024, 2048, 4096, 8192, 16384]
+SEQUENCE_LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
 VOCABULARIES = [4096, 8192, 16384, 32768, 65536, 131072]
 # The sizes that stay: of attention, and of the head with its cross-entropy.
 HEADS = 8
@@ -24,14 +24,14 @@ TOKENS = 8192
 WIDTH = 512
 
 
-def attention_memory(time, implementation):
-    """Returns the bytes of causal self-attention over `time` tokens with its gradients."""
+def attention_memory(length, implementation):
+    """Returns the bytes of causal self-attention over `length` tokens with its gradients."""
 
     def loss(query, key, value):
         outputs = attention(query, key, value, causal=True, implementation=implementation)
         return tf.reduce_sum(outputs)
 
-    heads = tf.TensorSpec([1, time, HEADS, HEAD_DIM])
+    heads = tf.TensorSpec([1, length, HEADS, HEAD_DIM])
     return _temp_bytes(loss, heads, heads, heads)
 
 
@@ -60,7 +60,7 @@ def main(path):
     """Draws both panels, prints their figures, and saves the picture to `path`."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     title = f"causal attention, {HEADS} heads x {HEAD_DIM}"
-    _draw(left, title, "tokens in a sequence", TIMES, attention_memory)
+    _draw(left, title, "tokens in a sequence", SEQUENCE_LENGTHS, attention_memory)
     title = f"head + cross-entropy, {TOKENS:,} tokens x {WIDTH}"
     _draw(right, title, "vocabulary", VOCABULARIES, cross_entropy_memory)
     figure.savefig(path, dpi=120)
