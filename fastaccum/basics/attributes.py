@@ -38,6 +38,8 @@ def replaced(attributes: Iterable[tuple[object, str, object]]) -> Iterator[None]
 
     Blocks may be nested.
     """
+    # `vars`, since the `__setattr__` of Keras objects tracks what it is given. It also tells an
+    # attribute of the object from one of its class, which is restored by removing the object's.
     with ExitStack() as on_exit:
         for owner, name, value in attributes:
             attributes_of_owner = vars(owner)
@@ -60,6 +62,7 @@ def kinds(value: object) -> dict[str, type]:
     A class whose name is not true of it, such as a user's that says it is Keras's, is left out.
     """
     classes = {}
+    # From `object` to the class itself, so that a subclass wins a name that its base has too.
     for cls in reversed(type(value).__mro__):
         classes[known_name(cls)] = cls
     classes.pop("", None)

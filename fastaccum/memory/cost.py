@@ -84,14 +84,15 @@ class _Reader:
         return 2 * elements * math.prod(sizes[axis] for axis in contracted)
 
     def _convolution(self, instruction: HloProto) -> int:
-        """Counts two operations for each output and weight that meet at an input.
+        """Counts two operations for each product of a weight and an input that an output adds up.
 
-        A weight that meets the padding takes none.
+        A weight takes none where it lies on the padding.
         """
         image = list(self._operand(instruction, 0).shape.dimensions)
         filters = list(self._operand(instruction, 1).shape.dimensions)
         result = list(_arrays(instruction.shape)[0].dimensions)
-        # cuDNN's gradients have the arrays of the forward pass in other places.
+        # cuDNN's gradients keep the names of axes of the forward pass, but return the gradient of
+        # the image or the filters, and take that of the result as the operand in its place.
         if instruction.custom_call_target.endswith("BackwardInput"):
             image, result = result, image
         elif instruction.custom_call_target.endswith("BackwardFilter"):
@@ -99,7 +100,7 @@ class _Reader:
 
         axes = instruction.convolution_dimension_numbers
         rows = result[axes.output_batch_dimension] // max(1, instruction.batch_group_count)
-        pairs = (
+        products = (
             rows
             * filters[axes.kernel_input_feature_dimension]
             * filters[axes.kernel_output_feature_dimension]
@@ -110,8 +111,8 @@ class _Reader:
             axes.output_spatial_dimensions,
             strict=True,
         ):
-            pairs *= _meetings(window, image[image_axis], result[result_axis])
-        return 2 * pairs
+            products *= _count_products(window, image[image_axis], result[result_axis])
+        return 2 * products
 
     def _attention(self, instruction: HloProto) -> int:
         """Counts cuDNN's two products forward and five backward; a causal mask halves each."""
@@ -130,14 +131,14 @@ class _Reader:
         return self._instructions[instruction.operand_ids[number]]
 
 
-def _meetings(window: HloProto, length: int, outputs: int) -> int:
-    """Counts the pairs of an output and a weight that meet at an input, along one axis."""
+def _count_products(window: HloProto, length: int, outputs: int) -> int:
+    """Counts the products of a weight with an input that the outputs add up, along one axis."""
     base_dilation = window.base_dilation or 1
     stride = window.stride or 1
     window_dilation = window.window_dilation or 1
     dilated_length = (length - 1) * base_dilation + 1
 
-    # The place in the dilated input at which each output [rows] meets each weight [columns].
+    # The place in the dilated input that each output [rows] reads for each weight [columns].
     starts = np.arange(outputs)[:, np.newaxis] * stride - window.padding_low
     places = starts + np.arange(window.size) * window_dilation
     is_inside = (places >= 0) & (places < dilated_length)

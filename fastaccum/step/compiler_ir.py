@@ -89,6 +89,8 @@ def memory_of(proto: HloProto) -> MemoryAnalysis:
         size = allocation.size
         if allocation.is_entry_computation_parameter:
             argument += size
+            # A parameter that is updated in place is an output too, and `peak_bytes` takes off the
+            # alias so that its one buffer counts once.
             if allocation.maybe_live_out:
                 output += size
                 alias += size

@@ -33,6 +33,7 @@ class StuckSteps(tf.Module):
     def __init__(self, patience: int):
         super().__init__()
         self.patience = patience
+        # Stuck steps in a row. Once there are `patience`, all steps since then are added.
         self._in_a_row = tf.Variable(0, trainable=False, dtype=tf.int64, name="stuck_in_a_row")
         self._in_epoch = tf.Variable(0, trainable=False, dtype=tf.int64, name="stuck_in_epoch")
 
@@ -48,9 +49,10 @@ class StuckSteps(tf.Module):
         running = self.running()
         in_a_row = self._in_a_row.read_value()
         self._in_epoch.assign_add(tf.cast(stuck & running, tf.int64))
+        # A step that is not stuck ends the row, unless it has no valid element.
+        in_a_row_if_not_stuck = tf.where(valid, tf.zeros_like(in_a_row), in_a_row)
         # After the end of training every step counts, which tells how far back the end lies.
-        going_on = tf.where(valid, tf.zeros_like(in_a_row), in_a_row)
-        self._in_a_row.assign(tf.where(stuck | ~running, in_a_row + 1, going_on))
+        self._in_a_row.assign(tf.where(stuck | ~running, in_a_row + 1, in_a_row_if_not_stuck))
 
     def seen(self) -> tf.Tensor:
         """Returns the stuck steps in a row, and in the epoch: int64 [2]."""
@@ -90,7 +92,9 @@ class StuckSteps(tf.Module):
         self.start_epoch()
 
 
-_NOTHING_SEEN = (tf.int64.max, -1)  # the range of indices that nothing has widened yet
+# The smallest and the largest index before any is seen: any row or class widens both ends, and a
+# lookup of no index is in range.
+_NO_INDICES = (tf.int64.max, -1)
 
 
 class IndexChecks(tf.Module):
@@ -107,7 +111,7 @@ class IndexChecks(tf.Module):
         self._ranges = []
         for _ in self.lookups:
             self._ranges.append(
-                tf.Variable(_NOTHING_SEEN, trainable=False, dtype=tf.int64, name="indices_seen")
+                tf.Variable(_NO_INDICES, trainable=False, dtype=tf.int64, name="indices_seen")
             )
 
     def observe(self, lookup: int, indices: tf.Tensor) -> None:
@@ -159,4 +163,4 @@ class IndexChecks(tf.Module):
 
     def reset(self) -> None:
         for variable in self._ranges:
-            variable.assign(_NOTHING_SEEN)
+            variable.assign(_NO_INDICES)

@@ -81,7 +81,8 @@ def check_batch_size(
     """Returns the rows of a micro-batch, None for the default or where a plan is to choose them.
 
     Raises:
-        ValueError: raised unless `global_batch_size` comes with `batch_size="auto"`, and only so.
+        ValueError: raised for `batch_size="auto"` without a `global_batch_size`, and for a
+            `global_batch_size` with any other `batch_size`.
     """
     if isinstance(batch_size, str) and batch_size == "auto":
         if global_batch_size is None:
@@ -146,7 +147,9 @@ def make_validation(
     )
     first_epoch = schedule.initial_epoch
     if schedule.validation_steps is not None:
-        first_epoch = 0  # a checkpoint may be of an earlier epoch than the initial one
+        # The passes bound how much of the data is read. A checkpoint may continue from an epoch
+        # before `initial_epoch`, and more passes than from there are run then.
+        first_epoch = 0
     passes = sum(map(schedule.validates, range(first_epoch, schedule.epochs)))
     evaluation = Evaluation(builder, source, options, schedule.validation_steps, passes)
     evaluation.require_traceable(like=training_sample)
@@ -293,6 +296,8 @@ def train(
         if start.stopped:
             end = position.epoch
         epochs = range(position.epoch, end)
+        # Either may end first: the range, or data that is read once. The range is asked first, so
+        # no data is read for an epoch after the last.
         for epoch, dispatches in zip(epochs, stacks.epochs(position), strict=False):
             step.running.reset()
             with saver.beginning_epoch(epoch):
