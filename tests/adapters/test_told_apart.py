@@ -613,7 +613,7 @@ PLACES_WITH_NAMES = {
         "part of a description; `__init__`, which Python itself finds by name"
     ),
     "fastaccum/fingerprint/bytecode.py:is_users": ("`__init__`, which Python itself finds by name"),
-    "fastaccum/fingerprint/objects.py:_parts": (
+    "fastaccum/fingerprint/objects.py:_names_used": (
         "methods that Python and Keras themselves find by name"
     ),
     "fastaccum/checkpoint/callback_state.py:_kind": (
