@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.metrics import KERAS_LOSS, ScoredLabels
+from fastaccum.adapters.label_metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import to_whole
 from fastaccum.basics.attributes import (

@@ -10,8 +10,8 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.adapters import scalar_losses
 from fastaccum.adapters.head import FusedHeadLoss
+from fastaccum.adapters.label_metrics import ScoredLabels
 from fastaccum.adapters.loss_kinds import as_called, loss_name, not_per_example, reduction_of
-from fastaccum.adapters.metrics import ScoredLabels
 from fastaccum.adapters.outputs import get_mask
 from fastaccum.basics.attributes import function_of, known_name, of_keras
 from fastaccum.kernels.shapes import as_float, lengths

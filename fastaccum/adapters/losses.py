@@ -14,13 +14,13 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.adapters import loss_kinds, scalar_losses
 from fastaccum.adapters.head import FusedHeadLoss, LinearCrossEntropy
+from fastaccum.adapters.label_metrics import KERAS_LOSS
 from fastaccum.adapters.loss_terms import (
     Term,
     compute_scalar_term,
     compute_term,
     scale_by_rows,
 )
-from fastaccum.adapters.metrics import KERAS_LOSS
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs, make_distinct, require_known, to_whole
 from fastaccum.basics.attributes import Nest, Variable

@@ -1,9 +1,7 @@
-"""Keras metrics in the compiled loop: without padded rows, and of logits that are never held."""
+"""A model's metrics in the compiled loop: their names, updates and logs."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,80 +9,28 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters.outputs import Matched, Outputs, get_mask, make_distinct, require_known
-from fastaccum.basics import arguments
-from fastaccum.basics.attributes import (
-    kinds,
-    known_name,
-    of_keras,
-    package,
-    raw,
-    replaced,
-    runs_keras,
+from fastaccum.adapters.label_metrics import ScoredLabels, need_ranks, update_from_scores
+from fastaccum.adapters.metric_kinds import adds_up_as_keras, is_keras_function
+from fastaccum.adapters.metric_traces import calls_python, find_mixing_op
+from fastaccum.adapters.metric_weights import (
+    Lengths,
+    WeightForm,
+    find_weight_form,
+    row_weight,
+    trace_without_weights,
+    undiluted,
 )
-from fastaccum.graphs import row_counts, row_mixing, traces
+from fastaccum.adapters.outputs import Matched, Outputs, make_distinct, require_known
+from fastaccum.adapters.tf_keras_metrics import as_keras_3, wraps_tf_keras
+from fastaccum.basics import arguments
+from fastaccum.basics.attributes import kinds, raw
 from fastaccum.kernels import private
-from fastaccum.kernels.cross_entropy import LabelScores
 from fastaccum.kernels.shapes import lengths
 
 _SHORTHANDS = ("accuracy", "acc", "crossentropy", "ce")  # Keras takes the one that fits the targets
 
-# for what LinearCrossEntropy refuses
-KERAS_LOSS = "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"
-TAKEN = (
-    "SparseCategoricalAccuracy, SparseTopKCategoricalAccuracy, "
-    "SparseCategoricalCrossentropy(from_logits=True) and "
-    "keras_hub.metrics.Perplexity(from_logits=True)"
-)
-
-
 # Makes the logs of the losses by name, the total first, and the compiled metrics.
 OwnResults = Callable[[Mapping[str, Any], keras.Metric], dict[str, Any]]
-
-
-class ScoredLabels(NamedTuple):
-    """The labels of one micro-batch and what the logits say of them: tensors of one shape."""
-
-    ids: tf.Tensor  # int64
-    counted: tf.Tensor  # bool, false for what pads, is masked or is ignored
-    scores: LabelScores
-    ignore_index: int
-
-
-# Lengths of a tensor's axes, the rows first, as a shape or as a list.
-_Lengths = Sequence[Any]
-# Returns the axes that weights have behind the rows, from the lengths of y_true and y_pred.
-_WeightAxes = Callable[[_Lengths, _Lengths], _Lengths]
-# The specs of one output's y_true and y_pred.
-_Specs = tuple[tf.TensorSpec, tf.TensorSpec]
-
-
-def _row_axes(y_true: _Lengths, y_pred: _Lengths) -> _Lengths:
-    return ()
-
-
-def _unit_axes(y_true: _Lengths, y_pred: _Lengths) -> _Lengths:
-    return (1,) * (min(len(y_true), len(y_pred)) - 1)
-
-
-def _target_axes(y_true: _Lengths, y_pred: _Lengths) -> _Lengths:
-    return y_true[1:]
-
-
-def _flattened_axes(y_true: _Lengths, y_pred: _Lengths) -> _Lengths:
-    return y_true[1:-1]
-
-
-# What a metric may want behind the rows of its weights, in the order in which it is tried: no axis,
-# as many axes as y has, the axes of y_true, or those that a metric flattens.
-_AXES = (_row_axes, _unit_axes, _target_axes, _flattened_axes)
-
-
-class _WeightForm(NamedTuple):
-    """The form in which a metric takes the weights of rows."""
-
-    axes: _WeightAxes | None  # of `_AXES`; None if none is known to fit
-    is_keras: bool  # the metric and its function are Keras's or tf_keras's
 
 
 class _PlacedMetric(NamedTuple):
@@ -105,7 +51,7 @@ class Metrics:
         _require_metrics("metrics", metrics)
         _require_metrics("weighted_metrics", weighted_metrics)
         self._passed = (metrics, weighted_metrics)
-        self.user = (_of_keras_3(metrics), _of_keras_3(weighted_metrics))
+        self.user = (as_keras_3(metrics), as_keras_3(weighted_metrics))
         self.compiled: Any  # Keras's CompileMetrics, from `build` on
         self.own: list[keras.metrics.Metric] = []
         self.mixing: dict[str, str] = {}  # operations that mix rows, by the name of the metric
@@ -150,7 +96,7 @@ class Metrics:
         self._plain = _place(metrics_by_output)
         self._weighted = _place(weighted_by_output)
 
-        self._forms: dict[int, _WeightForm] = {}  # by the id of the metric
+        self._forms: dict[int, WeightForm] = {}  # by the id of the metric
         self.calling_python = []
         for output, metric in self._placed:
             occurrences = [placed for placed in self._placed if placed.metric is metric]
@@ -160,14 +106,14 @@ class Metrics:
                     "pass two."
                 )
             specs = (_with_lengths(targets[output]), _with_lengths(outputs.specs[output]))
-            if isinstance(metric, _TFKerasMetric):
+            if wraps_tf_keras(metric):
                 metric.build(*specs)
-            operation = _mixing(metric, specs)
+            operation = find_mixing_op(metric, specs)
             if operation:
                 self.mixing[metric.name] = operation
-            if _calls_python(metric, specs):
+            if calls_python(metric, specs):
                 self.calling_python.append(metric.name)
-            self._forms[id(metric)] = _find_weight_form(metric, specs)
+            self._forms[id(metric)] = find_weight_form(metric, specs)
         self._named = self._with_names(outputs, taken)
 
     @property
@@ -233,21 +179,7 @@ class Metrics:
         metrics = [placed.metric for placed in self._placed if placed.output == output]
         if not metrics:
             return None
-        need_ranks = False
-        needing_logits = []
-        for metric in metrics:
-            values = find_values(metric, ignore_index)
-            if values is None:
-                needing_logits.append(metric.name)
-            elif values.of_ranks:
-                need_ranks = True
-        if needing_logits:
-            raise ValueError(
-                f"The metrics {needing_logits} of output {name!r} need the logits, which "
-                f"LinearCrossEntropy never holds. It takes {TAKEN}, where an ignore_class is its "
-                f"ignore_index. Leave others out, or use {KERAS_LOSS}."
-            )
-        return need_ranks
+        return need_ranks(metrics, name, ignore_index)
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -272,7 +204,7 @@ class Metrics:
         if self.own:
             return True
         return not all(
-            _adds_up_as_keras(metric) and _is_keras_function(metric) for _, metric in self._placed
+            adds_up_as_keras(metric) and is_keras_function(metric) for _, metric in self._placed
         )
 
     @property
@@ -283,7 +215,7 @@ class Metrics:
         """
         sums = (keras.metrics.Mean, keras.metrics.Sum)
         metrics: list[keras.metrics.Metric] = [*self.compiled.metrics, *self.own]
-        return [m.name for m in metrics if not (_adds_up_as_keras(m) or isinstance(m, sums))]
+        return [m.name for m in metrics if not (adds_up_as_keras(m) or isinstance(m, sums))]
 
     def update(self, batch: Matched, scored: Mapping[int, ScoredLabels]) -> None:
         """Updates every metric with one micro-batch's valid rows.
@@ -306,11 +238,11 @@ class Metrics:
         y_true = batch.y_true[output]
         y_pred = batch.y_pred[output]
         valid = None if self.need_exact_rows else batch.valid[output]
-        weight = _undiluted(metric, valid, sample_weight)
+        weight = undiluted(metric, valid, sample_weight)
 
         labels = scored.get(output)
         if labels is not None:
-            weight = _row_weight(metric, labels.counted, labels.counted, weight, ())
+            weight = row_weight(metric, labels.counted, labels.counted, weight, ())
             update_from_scores(metric, labels, weight)
             return
 
@@ -320,13 +252,13 @@ class Metrics:
                 # Keras refuses these shapes, or the metric compares rows. A trace of a telling
                 # number of rows raises Keras's error also where a micro-batch has, by chance, as
                 # many rows as another axis is long.
-                traces.trace(functools.partial(_update_without_weights, metric), (y_true, y_pred))
+                trace_without_weights(metric, y_true, y_pred)
             y_true_lengths = lengths(y_true)
             y_pred_lengths = lengths(y_pred)
-            axes: _Lengths = ()
+            axes: Lengths = ()
             if form.axes is not None:
                 axes = form.axes(y_true_lengths, y_pred_lengths)
-            weight = _row_weight(metric, y_pred, valid, weight, axes)
+            weight = row_weight(metric, y_pred, valid, weight, axes)
 
             may_lack_argument = form.axes is None and not form.is_keras
             if weight is None and may_lack_argument:
@@ -391,60 +323,6 @@ class Metrics:
             variable.assign(0.0)
 
 
-class _TFKerasMetric(keras.metrics.Metric):
-    """A Keras 3 metric around one of tf_keras or tensorflow-addons, updated as by tf_keras."""
-
-    def __init__(self, wrapped: keras.metrics.Metric):
-        super().__init__(name=wrapped.name)
-        self.wrapped = wrapped
-
-        @tf.function  # by AutoGraph, as in tf_keras
-        def update(y_true, y_pred, sample_weight):
-            wrapped.update_state(y_true, y_pred, sample_weight=sample_weight)
-
-        self._update = update
-        if _adds_up_as_keras(wrapped) and _is_keras_function(wrapped):
-            self._update = wrapped.update_state
-        self._result = tf.function(wrapped.result)
-
-    @property
-    def variables(self) -> list[tf.Variable]:
-        return list(self.wrapped.variables)
-
-    def build(self, y_true: tf.Tensor, y_pred: tf.Tensor) -> None:
-        """Creates the variables that the metric creates in its first update."""
-        targets = tf.zeros([2, *y_true.shape[1:]], y_true.dtype)
-        predictions = tf.zeros([2, *y_pred.shape[1:]], y_pred.dtype)
-        self.update_state(targets, predictions)
-        self.reset_state()
-
-    def update_state(
-        self, y_true: tf.Tensor, y_pred: tf.Tensor, sample_weight: tf.Tensor | None = None
-    ) -> None:
-        self._update(_expanded(y_true, y_pred), y_pred, sample_weight)
-
-    def result(self) -> tf.Tensor | dict[str, tf.Tensor]:
-        return self._result()
-
-    def reset_state(self) -> None:
-        self.wrapped.reset_state()
-
-    def get_config(self) -> dict[str, keras.metrics.Metric]:
-        return {"wrapped": self.wrapped}
-
-    @classmethod
-    def from_config(cls, config: dict[str, keras.metrics.Metric]) -> _TFKerasMetric:
-        wrapped = config["wrapped"]
-        return cls(type(wrapped).from_config(wrapped.get_config()))
-
-
-class Values(NamedTuple):
-    """Values of a metric, one for each token, as a function of scores."""
-
-    compute: Callable[[ScoredLabels], tf.Tensor]
-    of_ranks: bool = False
-
-
 def _require_metrics(name: str, nest: arguments.MetricsArgument) -> None:
     """Raises TypeError or ValueError unless the argument `name` holds metrics alone."""
     for metric in tf.nest.flatten(nest):
@@ -480,225 +358,3 @@ def _flat_results(results: Mapping[str, Any]) -> dict[str, tf.Tensor]:
         for key, number in values.items():
             flat[key] = tf.cast(tf.convert_to_tensor(number), tf.float32)
     return flat
-
-
-def update_from_scores(
-    metric: keras.metrics.Metric, labels: ScoredLabels, weight: tf.Tensor
-) -> None:
-    """Updates a metric as Keras does, with values in place of those that its function computes."""
-    values = find_values(metric, labels.ignore_index)
-    assert values is not None
-    computed = tf.where(labels.counted, tf.cast(values.compute(labels), tf.float32), 0.0)
-    if _is_perplexity(metric):
-        owner = private.crossentropy(metric)
-        name = "fn"
-    else:
-        owner = metric
-        name = private.fn.name
-    with replaced([(owner, name, lambda y_true, y_pred, **arguments: computed)]):
-        metric.update_state(labels.ids, tf.zeros([*labels.ids.shape, 2]), sample_weight=weight)
-
-
-def find_values(metric: keras.metrics.Metric, ignore_index: int) -> Values | None:
-    """Returns how a metric's values follow from scores; None where they take the logits."""
-    function = private.fn(metric, None)
-    keywords = private.fn_kwargs(metric, {})
-    if not isinstance(metric, keras.metrics.MeanMetricWrapper):
-        if _is_perplexity(metric) and metric.from_logits:
-            return Values(lambda labels: labels.scores.loss)
-        return None
-    if not _adds_up_as_keras(metric):
-        return None
-
-    name = known_name(function)
-    if name == "keras.sparse_categorical_accuracy":
-        return Values(lambda labels: tf.cast(labels.scores.best, tf.int64) == labels.ids)
-    if name == "keras.sparse_top_k_categorical_accuracy":
-        if keywords.get("from_sorted_ids"):
-            return None
-        return Values(lambda labels: labels.scores.above < keywords.get("k", 5), of_ranks=True)
-    if (
-        name == "keras.sparse_categorical_crossentropy"
-        and keywords.get("axis", -1) == -1
-        and keywords.get("from_logits")
-        and keywords.get("ignore_class") in (None, ignore_index)
-    ):
-        return Values(lambda labels: labels.scores.loss)
-    return None
-
-
-def _is_perplexity(metric: Any) -> bool:
-    return (
-        "keras_hub.Perplexity" in kinds(metric)
-        and package(type(metric).update_state) == "keras_hub"
-    )
-
-
-def _adds_up_as_keras(metric: Any) -> bool:
-    """Tells if a metric's `update_state` and `result` are Keras's or tf_keras's own."""
-    if isinstance(metric, keras.metrics.Metric):
-        return runs_keras(metric, "update_state") and runs_keras(metric, "result")
-    # tf_keras sets wrappers of both on each metric.
-    return of_keras(type(metric).update_state) and of_keras(type(metric).result)
-
-
-def _is_keras_function(metric: Any) -> bool:
-    """Tells if a metric has no function in it, or one of Keras's or tf_keras's."""
-    return not private.fn.exists(metric) or of_keras(private.fn(metric))
-
-
-def _expanded(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-    """Returns the targets as tf_keras passes them to a metric."""
-    if len(y_true.shape) == 1 and len(y_pred.shape) == 2:
-        return y_true[:, tf.newaxis]
-    return y_true
-
-
-def _of_keras_3(metrics: arguments.MetricsArgument) -> arguments.MetricsArgument:
-    """Wraps the metrics of tf_keras in a nest; returns None for an empty nest."""
-    if not tf.nest.flatten(metrics):
-        return None
-
-    def wrap(metric: Any) -> Any:
-        if "tf_keras.Metric" in kinds(metric):
-            return _TFKerasMetric(metric)
-        return metric
-
-    return tf.nest.map_structure(wrap, metrics)
-
-
-def _undiluted(
-    metric: keras.Metric, valid: tf.Tensor | None, weight: tf.Tensor | None
-) -> tf.Tensor | None:
-    """Returns `weight` for rows that padding made longer.
-
-    Keras's means over rows are of the means of each row, which padding dilutes.
-    """
-    if (
-        valid is None
-        or valid.shape.rank < 2
-        or not isinstance(metric, keras.metrics.MeanMetricWrapper)
-    ):
-        return weight
-    real = tf.cast(valid, tf.float32)
-    times_longer = tf.math.divide_no_nan(1.0, tf.reduce_mean(real, 1, keepdims=True))
-    if weight is None:
-        return times_longer
-    weight = tf.cast(weight, tf.float32)
-    if weight.shape.rank <= 1:
-        times_longer = times_longer[:, 0]
-    return weight * times_longer
-
-
-def _row_weight(
-    metric: keras.Metric,
-    prediction: tf.Tensor,
-    valid: tf.Tensor | None,
-    weight: tf.Tensor | None,
-    axes: Sequence[Any],
-) -> tf.Tensor | None:
-    """Returns `weight` with 0 for padded rows, with the metric's `axes` or those of the mask."""
-    dtype = metric.dtype if weight is None else tf.float32
-    factors = []
-    if valid is not None:
-        factors.append(tf.cast(valid, dtype))
-    if weight is not None:
-        factors.append(tf.cast(weight, dtype))
-    mask = get_mask(prediction)
-    if mask is not None and isinstance(metric, _TFKerasMetric):
-        factors.append(tf.cast(mask, dtype))
-    elif mask is not None and isinstance(metric, keras.metrics.MeanMetricWrapper):
-        axes = lengths(mask)[1:]
-    if not factors:
-        return None
-    factors.append(tf.ones([1, *axes], dtype))
-
-    rank = max(factor.shape.rank for factor in factors)
-    shaped = []
-    for factor in factors:
-        axes_of_one = [1] * (rank - factor.shape.rank)
-        shaped.append(tf.reshape(factor, [*lengths(factor), *axes_of_one]))
-    return functools.reduce(tf.multiply, shaped)
-
-
-def _mixing(metric: keras.metrics.Metric, specs: _Specs) -> str | None:
-    """Finds the operation by which a metric's function mixes rows or computes with their number.
-
-    A trace shows it. None is returned also for a metric without a function, and for one whose
-    function takes a fixed number of rows.
-    """
-    wrapper = getattr(metric, "wrapped", metric)
-
-    def values(pair: Sequence[tf.Tensor]) -> tf.Tensor:
-        y_true, y_pred = pair
-        if isinstance(metric, _TFKerasMetric):  # which makes their dtypes and ranks alike
-            y_true = tf.cast(_expanded(y_true, y_pred), metric.dtype)
-            y_pred = tf.cast(y_pred, metric.dtype)
-            rank = min(len(y_true.shape), len(y_pred.shape))
-            y_true = _without_unit_axis(y_true, rank)
-            y_pred = _without_unit_axis(y_pred, rank)
-        return private.fn(wrapper)(y_true, y_pred, **private.fn_kwargs(wrapper))
-
-    with contextlib.suppress(Exception):
-        traced = traces.trace(values, specs)
-        has_rows = len(getattr(traced.structured_outputs, "shape", ())) > 0
-        operation = row_mixing.find_mixing_op(traced, values, specs)
-        if operation:
-            return operation
-        if not has_rows:
-            return metric.name
-        if not of_keras(private.fn(wrapper)):
-            return row_counts.find_row_counter(traced, values, specs)
-    return None
-
-
-def _without_unit_axis(tensor: tf.Tensor, rank: int) -> tf.Tensor:
-    """Drops a last axis of length 1 that is beyond `rank`."""
-    if len(tensor.shape) > rank and tensor.shape[-1] == 1:
-        return tensor[..., 0]
-    return tensor
-
-
-def _calls_python(metric: keras.metrics.Metric, specs: _Specs) -> bool:
-    """Tells if a metric of the user's calls Python, as by tf.numpy_function."""
-    wrapper = getattr(metric, "wrapped", metric)
-    if _adds_up_as_keras(wrapper) and _is_keras_function(wrapper):
-        return False
-    # A trace fails for a fixed number of rows: XLA says it when it compiles the step.
-    with contextlib.suppress(Exception):
-        traced = traces.trace(lambda pair: metric.update_state(*pair), specs)
-        return bool(traces.list_python_calls(traced.graph))
-    return False
-
-
-def _update_without_weights(metric: keras.metrics.Metric, y: Any) -> object:
-    return metric.update_state(*y, sample_weight=None)
-
-
-def _update_with_ones(metric: keras.metrics.Metric, shape: list[int], pair: Any) -> object:
-    return metric.update_state(*pair, sample_weight=tf.ones(shape, metric.dtype))
-
-
-def _find_weight_form(metric: keras.metrics.Metric, specs: _Specs) -> _WeightForm:
-    """Finds which of `_AXES` a metric takes, by traces of a telling number of rows.
-
-    There is none for a metric of the user's, and none where each makes Keras's metric fail or
-    compare rows.
-    """
-    # the variables of a first update are there before a step, to be saved
-    with contextlib.suppress(Exception):
-        traces.trace(lambda pair: metric.update_state(*pair), specs)
-    wrapper = getattr(metric, "wrapped", metric)
-    if not _adds_up_as_keras(wrapper):
-        return _WeightForm(None, is_keras=False)
-
-    is_keras = _is_keras_function(wrapper)
-    y_true, y_pred = specs
-    for axes in _AXES:
-        with contextlib.suppress(Exception):
-            shape = [traces.TELLING_ROWS, *axes(y_true.shape, y_pred.shape)]
-            update = functools.partial(_update_with_ones, metric, shape)
-            traced = traces.trace(update, specs)
-            if row_mixing.first_comparison_of_rows(traced.graph) is None:
-                return _WeightForm(axes, is_keras)
-    return _WeightForm(None, is_keras)

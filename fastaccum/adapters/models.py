@@ -1,4 +1,4 @@
-"""A Keras 3 model: its variables, state and forward pass, and what a padded row may touch."""
+"""A Keras 3 model: its calls, the methods that it overrides, and what `compile` left in it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,18 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.adapters import added_losses
 from fastaccum.adapters.data_adapters import wrap_sequence
+from fastaccum.adapters.layer_kinds import convolves, may_count_rows, may_do_more, never_draws
 from fastaccum.adapters.metrics import Metrics
+from fastaccum.adapters.model_state import ModelState
 from fastaccum.adapters.outputs import Outputs
-from fastaccum.basics.attributes import Nest, Variable, kinds, of_keras, package, raw, replaced
+from fastaccum.basics.attributes import Nest, Variable, kinds, package, raw, replaced
 from fastaccum.basics.warnings import without_arguments
-from fastaccum.graphs import jit_choice, row_counts, row_mixing, traces
-from fastaccum.kernels import fp32_layers, private
-from fastaccum.kernels.layer_stack import LayerStack
+from fastaccum.graphs import jit_choice, traces
+from fastaccum.kernels import private
 from fastaccum.layers import lookups
-
-# Keras's layers that mix rows. Not every version of Keras 3 has them all.
-_MIXING_NAMES = ("MixUp", "CutMix", "Equalization", "AugMix", "RandAugment")
-_MIXING = [getattr(keras.layers, name) for name in _MIXING_NAMES if hasattr(keras.layers, name)]
-
-# Of Keras's own layers and ours: those whose call may add losses, assign other layers' variables or
-# mix rows.
-_TRACED = (keras.layers.SpectralNormalization, keras.layers.Lambda, LayerStack, *_MIXING)
 
 
 class WithinFit:
@@ -48,7 +40,7 @@ class WithinFit:
             return self.method(*args, **kwargs)
 
 
-class Model:
+class Model(ModelState):
     """A Keras 3 model."""
 
     # The kind of callbacks that the model's own loop takes, if it takes no other.
@@ -60,34 +52,6 @@ class Model:
     OUTPUTS = Outputs
     # Where a compiled model keeps its losses, what the user passed for them there, and its metrics.
     _COMPILED = private.compile_loss.name, private.user_loss.name, private.compile_metrics.name
-
-    def __init__(self, model: keras.Model):
-        self.model = model
-        # What follows is known once the model has been called.
-        # The reductions by which the losses that a forward pass adds count:
-        self.added_reductions: list[str] = []
-        # The variables that a forward pass assigns, besides those that layers hold for it:
-        self._assigned: list[Variable] = []
-        # Whether the model's result for a row depends on other rows:
-        self.mixes_rows = False
-        # An operation by which the number of rows reaches what the model returns:
-        self.row_counter: str | None = None
-        self._work: jit_choice.Work | None = None
-        # Operations that call Python, as by tf.py_function:
-        self.python_calls: list[str] = []
-        # Operations in training that draw what no seed of the model's says:
-        self.unsaved_draws: list[str] = []
-
-    @property
-    def layers(self) -> list[keras.layers.Layer]:
-        """Every layer, with nested ones and the model itself."""
-        return list(private.flatten_layers(self.model))
-
-    @property
-    def called_layers(self) -> list[keras.layers.Layer]:
-        """Every layer whose `call` runs, also those that a LayerStack calls."""
-        by_identity = {id(layer): layer for layer in fp32_layers.all_layers(self.model)}
-        return list(by_identity.values())
 
     def symbolic_call(self, x: Nest, training: bool) -> Nest:
         """Builds the model, and returns output specs for input specs `x`, a nest of TensorSpecs."""
@@ -336,97 +300,6 @@ class Model:
         ]
 
     @property
-    def metric_variables(self) -> list[tf.Variable]:
-        """The variables of all layers' metrics."""
-        variables: list[tf.Variable] = []
-        for layer in self.layers:
-            for metric in private.metrics(layer):
-                variables += map(raw, metric.variables)
-        return variables
-
-    @property
-    def variables(self) -> list[Variable]:
-        """All variables, without the vocabularies of lookups that tf_keras lists too."""
-        return [v for v in self.model.variables if isinstance(v, (keras.Variable, tf.Variable))]
-
-    @property
-    def trainable_variables(self) -> list[Variable]:
-        """The variables to train, in the form that an optimizer of the model's family takes."""
-        # Keras's own step trains `trainable_weights` where a model overrides them.
-        if type(self.model).trainable_weights is not keras.Model.trainable_weights:
-            return self.model.trainable_weights
-        return self.model.trainable_variables
-
-    @property
-    def state(self) -> list[tf.Variable]:
-        """Variables that a forward pass may assign, such as moving statistics and random seeds."""
-        variables = []
-        for layer in self.layers:
-            variables += self._own_state(layer)
-
-        # A SpectralNormalization assigns a weight of another layer, and layers of the user's own
-        # what they like.
-        known = {id(variable) for variable in (*variables, *self.metric_variables)}
-        for assigned in map(raw, self._assigned):
-            if id(assigned) not in known:
-                variables.append(assigned)
-        return variables
-
-    @property
-    def statistics(self) -> list[tf.Variable]:
-        """The part of `state` that Keras's own layers hold, and a train step moves."""
-        variables = []
-        for layer in self.layers:
-            if of_keras(type(layer)) and self._moves(layer):
-                variables += [v for v in self._own_state(layer) if v.dtype.is_floating]
-        return variables
-
-    @property
-    def unmanaged_state(self) -> list[str]:
-        """The names of the assigned variables that no layer has made with `add_weight`."""
-        names = [v.name for v in self._assigned if not isinstance(v, keras.Variable)]
-        # The name of the first replica's variable stands for those of the others.
-        return [name for name in names if "/replica_" not in name]
-
-    @property
-    def moving_layers(self) -> list[str]:
-        """The names of the layers whose statistics a train step moves."""
-        return [layer.name for layer in self.layers if self._moves(layer)]
-
-    def _moves(self, layer: keras.layers.Layer) -> bool:
-        return layer.trainable and any(v.dtype.is_floating for v in self._own_state(layer))
-
-    def _own_state(self, layer: keras.layers.Layer) -> list[tf.Variable]:
-        seeds = [generator.state for generator in private.seed_generators(layer)]
-        return [v.value for v in (*private.own_state(layer), *seeds)]
-
-    @property
-    def seeds(self) -> list[tf.Variable]:
-        """The states of random generators."""
-        states = []
-        for layer in self.layers:
-            for generator in private.seed_generators(layer):
-                states.append(generator.state.value)
-        return states
-
-    def owner(self, variable: tf.Variable) -> str | None:
-        """Names the innermost layer that has a trainable variable."""
-        innermost = None
-        for layer in self.called_layers:  # a layer comes before those within it
-            if any(variable is raw(v) for v in layer.trainable_variables):
-                innermost = layer.name
-        return innermost
-
-    @property
-    def compute_dtype(self) -> str:
-        """The lowest precision that any layer computes in, which decides on loss scaling."""
-        dtypes = {layer.compute_dtype for layer in self.called_layers}
-        for low_precision in ("float16", "bfloat16"):
-            if low_precision in dtypes:
-                return low_precision
-        return "float32"
-
-    @property
     def output_names(self) -> list[str]:
         """The names that dict losses, targets and weights go by; empty if the model has none."""
         # A Sequential model keeps them, and much else, in a functional one.
@@ -436,7 +309,7 @@ class Model:
     @property
     def may_do_more(self) -> bool:
         """True if a call may add losses, assign variables or mix rows, which only a trace shows."""
-        return any(map(_may_do_more, self.layers))
+        return any(map(may_do_more, self.layers))
 
     def _added_losses(self) -> list[tf.Tensor]:
         """The data-dependent losses of the last call: `add_loss` and activity regularisers."""
@@ -451,52 +324,29 @@ class Model:
         # add in one mode only.
         for training in (True, False):
             call = functools.partial(self.__call__, training=training)
-            try:
-                traced = traces.trace(call, x)
-                if training and any(map(_may_count_rows, self.called_layers)):
-                    self.row_counter = row_counts.find_row_counter(traced, call, x)
-                if self.row_counter or row_mixing.find_mixing_op(traced, call, x):
-                    self.mixes_rows = True
-            except (ValueError, TypeError, tf.errors.InvalidArgumentError):
-                # A model of a fixed batch size cannot be tried with other rows.
-                traced = traces.trace(call, x, rows=None)
-                self.mixes_rows = True
-            if training:
-                self._work = jit_choice.count(traced)
-                self.unsaved_draws = [
-                    op.name for op in traced.graph.get_operations() if op.type in traces.UNSEEDED
-                ]
-            self._note_effects(traced)
+            traced = self.effects.trace(call, x, training, self._may_count_rows)
+            self.effects.note(traced, self.variables, self._added_losses())
         return traced.structured_outputs
 
-    def _note_effects(self, traced: ConcreteFunction) -> None:
-        """Notes what a traced call assigns, calls of Python and adds to the loss."""
-        assigned = [*self._assigned, *traces.list_assigned(traced.graph, self.variables)]
-        by_identity = {id(variable): variable for variable in assigned}
-        self._assigned = list(by_identity.values())
-
-        python_calls = {*self.python_calls, *traces.list_python_calls(traced.graph)}
-        self.python_calls = sorted(python_calls)
-
-        reductions = map(added_losses.get_reduction, self._added_losses())
-        self.added_reductions = sorted({*self.added_reductions, *reductions})
+    def _may_count_rows(self) -> bool:
+        return any(map(may_count_rows, self.called_layers))
 
     def work(self, x: Nest) -> jit_choice.Work:
         """Counts what a call computes on a row of `x`.
 
         A model is not traced for it if none of its layers convolve.
         """
-        if self._work is None and any(map(_convolves, self.layers)):
+        if self.effects.work is None and any(map(convolves, self.layers)):
             call = functools.partial(self.__call__, training=True)
             # A model of a fixed batch size is traced with the rows of `x`. The step says errors
             # better.
             for rows in (traces.TELLING_ROWS, None):
                 with contextlib.suppress(ValueError, TypeError, tf.errors.InvalidArgumentError):
-                    self._work = jit_choice.count(traces.trace_with_calls(call, x, rows))
+                    self.effects.work = jit_choice.count(traces.trace_with_calls(call, x, rows))
                     break
-        if self._work is None:
+        if self.effects.work is None:
             return jit_choice.Work()
-        return self._work
+        return self.effects.work
 
     def added_loss(self, reduction: str) -> tf.Tensor:
         """Returns the sum of the last call's added losses of one reduction, a float32 scalar.
@@ -534,8 +384,13 @@ class Model:
 
         It is known after a call.
         """
-        assigns_floats = any(raw(variable).dtype.is_floating for variable in self._assigned)
-        return assigns_floats or self.mixes_rows or bool(self.moving_layers) or self.couples_losses
+        assigns_floats = any(raw(variable).dtype.is_floating for variable in self.effects.assigned)
+        return (
+            assigns_floats
+            or self.effects.mixes_rows
+            or bool(self.moving_layers)
+            or self.couples_losses
+        )
 
     @property
     def split_sensitive_layers(self) -> list[str]:
@@ -546,7 +401,7 @@ class Model:
         names = [
             repr(layer.name) for layer in self.layers if self._draws(layer) or self._moves(layer)
         ]
-        if self.mixes_rows:
+        if self.effects.mixes_rows:
             names.append("layers that mix rows")
         return names
 
@@ -557,7 +412,7 @@ class Model:
     def couples_losses(self) -> bool:
         """True if the model computes losses or metrics itself, from all rows of a batch."""
         return (
-            bool(self.added_reductions)
+            bool(self.effects.added_reductions)
             or self.overrides("compute_loss")
             or self.overrides("compute_metrics")
         )
@@ -649,47 +504,3 @@ def _naming(x: Nest) -> Iterator[None]:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         reason = without_arguments(error)
         raise kind(f"The model, called with x of shape {shapes}: {reason}") from error
-
-
-def never_draws(layer: keras.layers.Layer) -> bool:
-    """Tells if a layer of Keras's could draw random numbers, but does not, since its rate is 0."""
-    names = ("rate", "stddev", "dropout", "recurrent_dropout")  # the last two of recurrent cells
-    rates = [getattr(layer, name) for name in names if hasattr(layer, name)]
-    return of_keras(type(layer)) and bool(rates) and not any(rates)
-
-
-def _convolves(layer: keras.layers.Layer) -> bool:
-    """Tells if a layer is of a class with "Conv" in its name, or of a class derived from one."""
-    return any("Conv" in kind for kind in kinds(layer))
-
-
-def _may_count_rows(layer: keras.layers.Layer) -> bool:
-    """Tells if a call may compute with the number of rows: Keras's and KerasHub's layers do not."""
-    is_of_user = package(type(layer)) not in ("keras", "tf_keras", "keras_hub", "fastaccum")
-    return is_of_user or isinstance(layer, keras.layers.Lambda) or _has_own_activation(layer)
-
-
-def _has_own_activation(layer: keras.layers.Layer) -> bool:
-    """Tells if an activation of a layer is of the user's own, and may compute anything."""
-    for name in ("activation", "recurrent_activation"):
-        function = getattr(layer, name, None)
-        if function is not None and package(function) not in ("keras", "tf_keras", "tensorflow"):
-            return True
-    return False
-
-
-def _may_do_more(layer: keras.layers.Layer) -> bool:
-    """Tells if a layer's call may add losses, assign other layers' variables or mix rows.
-
-    Few of Keras's layers do.
-    """
-    is_known = package(type(layer)) in ("keras", "fastaccum") and not isinstance(layer, _TRACED)
-    axes = tf.nest.flatten(getattr(layer, "axis", -1))
-    works_across_rows = 0 in axes
-    operations = getattr(layer, "operations", ())  # of a functional model: also ops between layers
-    has_ops = any(not isinstance(operation, keras.layers.Layer) for operation in operations)
-    has_own_functions = (
-        has_ops or layer.activity_regularizer is not None or _has_own_activation(layer)
-    )
-    is_stateful = getattr(layer, "stateful", False)
-    return not is_known or has_own_functions or is_stateful or works_across_rows

@@ -64,7 +64,7 @@ def require_any(model: Model, called: bool = False) -> None:
     add some is accepted.
     """
     if called:
-        adds_losses = bool(model.added_reductions)
+        adds_losses = bool(model.effects.added_reductions)
     else:
         adds_losses = model.may_do_more
     if not (adds_losses or model.overrides("compute_loss") or model.returned_losses):

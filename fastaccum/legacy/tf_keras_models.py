@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.adapters.data_adapters import read_python
+from fastaccum.adapters.layer_kinds import never_draws
 from fastaccum.adapters.metrics import Metrics
-from fastaccum.adapters.models import Model as Model
-from fastaccum.adapters.models import never_draws
+from fastaccum.adapters.models import Model
 from fastaccum.basics.attributes import Nest, kinds, replaced
 from fastaccum.kernels import private
 from fastaccum.legacy import huggingface

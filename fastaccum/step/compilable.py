@@ -47,7 +47,7 @@ def list_python_callers(model: Model, losses: BoundLosses, metrics: Metrics) -> 
     These are known once the model is built.
     """
     layers: set[str] = set()
-    for operation in model.python_calls:
+    for operation in model.effects.python_calls:
         layers_of_operation = _layers_on(operation, model.layers)
         if not layers_of_operation:
             layers_of_operation = [_with_type(model.model)]

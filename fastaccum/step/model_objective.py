@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import tensorflow as tf
 
 from fastaccum.adapters.callbacks import log_value
+from fastaccum.adapters.label_metrics import ScoredLabels
 from fastaccum.adapters.loss_terms import Term
 from fastaccum.adapters.losses import BoundLosses
-from fastaccum.adapters.metrics import Metrics, ScoredLabels
+from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
@@ -212,7 +213,9 @@ class ModelObjective(Objective):
     def _added_terms(self, rows: tf.Tensor) -> list[Term]:
         """Returns the terms of losses that layers have added."""
         terms = []
-        for reduction, counted_as in zip(self.model.added_reductions, self._added, strict=True):
+        for reduction, counted_as in zip(
+            self.model.effects.added_reductions, self._added, strict=True
+        ):
             loss_sum = self.model.added_loss(reduction)
             if counted_as == "mean":
                 loss_sum = loss_sum * rows
@@ -494,9 +497,9 @@ class ModelObjective(Objective):
             _warn_of_mixing(*self.mixing.popitem())
         while self._unproven_losses:
             _warn_of_scalar(*self._unproven_losses.popitem())
-        row_counter = self.model.row_counter
+        row_counter = self.model.effects.row_counter
         if row_counter:
-            self.model.row_counter = None
+            self.model.effects.row_counter = None
             warn(
                 f"A layer of {self.model.model.name!r} computes with the number of rows in its "
                 f"batch (see {row_counter}). Here that is the number of rows of a micro-batch on "
@@ -683,7 +686,7 @@ def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
     `scalars` is the reduction of those losses that are scalars.
     """
     if scalars == "mean":
-        return model.added_reductions
+        return model.effects.added_reductions
     regularised = []
     for layer in model.layers:
         if getattr(layer, "activity_regularizer", None) is not None:
@@ -700,7 +703,7 @@ def _added_kinds(model: Model, scalars: Reduction) -> list[str]:
             "regularisers in each micro-batch, and a sum would count them once for each: let "
             "compute_loss return a mean over rows."
         )
-    return ["sum"] * len(model.added_reductions)
+    return ["sum"] * len(model.effects.added_reductions)
 
 
 def _require_first(own_loss: OwnLoss, output_terms: Sequence[Term]) -> None:

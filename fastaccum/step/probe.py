@@ -35,7 +35,7 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     if (
         objective.own_loss is None
         and not objective.has_own_metrics
-        and not objective.model.added_reductions
+        and not objective.model.effects.added_reductions
     ):
         return names
 
@@ -125,7 +125,7 @@ def _find_mixing_op(objective: ModelObjective, trace: ConcreteFunction) -> str |
         return normalizer
 
     # Each row's outputs follow from that row alone.
-    model_is_by_row = not objective.model.mixes_rows and not objective.model.moving_layers
+    model_is_by_row = not objective.model.effects.mixes_rows and not objective.model.moving_layers
     loss_sums, _ = trace.structured_outputs
     for loss_sum in loss_sums[len(objective.losses.outputs) :]:
         operation = row_mixing.first_op_beyond_sums(loss_sum, model_is_by_row)

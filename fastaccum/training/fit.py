@@ -233,7 +233,7 @@ def describe_training(
         description=changes.begin(describe),
         cut=cut,
         split_sensitive_layers=[*model.split_sensitive_layers, *builder.split_sensitive],
-        unsaved_draws=model.unsaved_draws,
+        unsaved_draws=model.effects.unsaved_draws,
         stacks=stacks,
         callbacks=callbacks,
         require_savable=step.running.savable,

@@ -224,7 +224,7 @@ class StepBuilder:
             "tf.numpy_function)"
         )
         remedy = "write them with keras.ops or TensorFlow"
-        if self._model.python_calls:  # in layers
+        if self._model.effects.python_calls:  # in layers
             remedy += ", or move what only prepares inputs into the input pipeline (dataset.map)"
         if not may_fall_back:
             raise ValueError(f"{problem}: {remedy}, or pass jit_compile='auto' or False.")
@@ -351,7 +351,7 @@ class StepBuilder:
         assert self.step is not None
         losses = self.step.objective.losses
         exact_rows = (
-            self._model.mixes_rows
+            self._model.effects.mixes_rows
             or self._model.couples_losses
             or losses.need_exact_rows
             or any(output.power for output in losses.outputs)

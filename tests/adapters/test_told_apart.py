@@ -23,9 +23,9 @@ from fastaccum.adapters import (
     added_losses,
     callbacks,
     head,
+    label_metrics,
+    layer_kinds,
     loss_kinds,
-    metrics,
-    models,
     optimizers,
 )
 from fastaccum.basics.attributes import function_of, kinds, known_name, of_keras, package
@@ -198,14 +198,16 @@ def test_a_decorated_metric_is_not_keras_s():
 
 def test_metrics_of_keras_are_known_under_other_names():
     accuracy = keras.metrics.sparse_categorical_accuracy
-    assert metrics.find_values(keras.metrics.MeanMetricWrapper(accuracy, name="mine"), -100)
-    assert metrics.find_values(type("Mine", (keras.metrics.SparseCategoricalAccuracy,), {})(), -100)
+    assert label_metrics.find_values(keras.metrics.MeanMetricWrapper(accuracy, name="mine"), -100)
+    assert label_metrics.find_values(
+        type("Mine", (keras.metrics.SparseCategoricalAccuracy,), {})(), -100
+    )
 
     class Own(keras.metrics.SparseCategoricalAccuracy):
         def update_state(self, y_true, y_pred, sample_weight=None):
             super().update_state(y_true, 1 - y_pred, sample_weight)
 
-    assert metrics.find_values(Own(), -100) is None
+    assert label_metrics.find_values(Own(), -100) is None
 
 
 def test_perplexity_is_keras_hub_s_alone():
@@ -213,7 +215,7 @@ def test_perplexity_is_keras_hub_s_alone():
         from_logits = True
 
     Perplexity.__module__ = "keras_hub.src.metrics.perplexity"
-    assert metrics.find_values(Perplexity(), -100) is None
+    assert label_metrics.find_values(Perplexity(), -100) is None
 
 
 # The place in the source, what it asks, of an impostor, and of a renamed original.
@@ -399,13 +401,13 @@ PLACES = {
         [impostor("SpectralNormalization")()],
         [subclass(KERAS.SpectralNormalization)(KERAS.Dense(1))],
     ),
-    "models.never_draws": (
-        models.never_draws,
+    "layer_kinds.never_draws": (
+        layer_kinds.never_draws,
         [impostor("Dropout", rate=0)()],
         [KERAS.Dropout(0, name="a")],
     ),
-    "models._may_count_rows": (
-        lambda layer: not models._may_count_rows(layer),
+    "layer_kinds.may_count_rows": (
+        lambda layer: not layer_kinds.may_count_rows(layer),
         [
             impostor("Dense")(),
             KERAS.Dense(1, wrapped(keras.activations.relu)),
@@ -417,8 +419,8 @@ PLACES = {
             KERAS.Dense(1, KERAS.LeakyReLU()),
         ],
     ),
-    "models._may_do_more": (
-        lambda layer: not models._may_do_more(layer),
+    "layer_kinds.may_do_more": (
+        lambda layer: not layer_kinds.may_do_more(layer),
         [impostor("Dense")()],
         [KERAS.Dense(1, name="mine")],
     ),
@@ -569,7 +571,7 @@ def test_originals_of_keras_hub_are_known():
     keras_hub = pytest.importorskip("keras_hub")
     made = type("Mine", (keras_hub.layers.MaskedLMHead,), {})(vocabulary_size=4, name="mine")
     assert head._is_masked_lm_head(made)
-    assert metrics.find_values(
+    assert label_metrics.find_values(
         type("Mine", (keras_hub.metrics.Perplexity,), {})(from_logits=True), -100
     )
     assert package(keras_hub.layers.ReversibleEmbedding) == "keras_hub"

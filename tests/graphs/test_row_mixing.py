@@ -251,7 +251,7 @@ def test_the_verdict_is_that_of_numbers(name, mask, kind):
     spec = ids if mask == "zeros masked" else values
     adapted = adapt_model(model)
     adapted.symbolic_call(spec, training=True)
-    assert adapted.mixes_rows == (name in MIXING) == mixes_in_numbers(model, spec)
+    assert adapted.effects.mixes_rows == (name in MIXING) == mixes_in_numbers(model, spec)
 
 
 BEHIND_THRESHOLDS = {
@@ -271,7 +271,7 @@ BEHIND_THRESHOLDS = {
 def test_what_mixes_rows_for_some_values_alone(name):
     adapted = adapt_model(functional([BEHIND_THRESHOLDS[name]()]))
     adapted.symbolic_call(tf.TensorSpec([None, STEPS, WIDTH]), training=True)
-    assert adapted.mixes_rows
+    assert adapted.effects.mixes_rows
 
 
 @pytest.mark.parametrize("layer", [L.GRU, L.LSTM])
@@ -279,7 +279,7 @@ def test_sequences_of_any_length_are_by_row(layer):
     x = keras.Input([None, WIDTH])
     adapted = adapt_model(keras.Model(x, layer(2)(L.Masking()(x))))
     adapted.symbolic_call(tf.TensorSpec([None, None, WIDTH]), training=True)
-    assert not adapted.mixes_rows
+    assert not adapted.effects.mixes_rows
 
 
 @pytest.mark.parametrize("name", ["MixUp", "CutMix", "AugMix"])
@@ -288,4 +288,4 @@ def test_layers_that_mix_images_in_training(name):
         pytest.skip(f"This Keras has no {name}")
     adapted = adapt_model(keras.Sequential([keras.Input([6, 6, 3]), getattr(L, name)()]))
     adapted.symbolic_call(tf.TensorSpec([None, 6, 6, 3]), training=True)
-    assert adapted.mixes_rows
+    assert adapted.effects.mixes_rows

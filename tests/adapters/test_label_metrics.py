@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import metrics as fa_metrics
+from fastaccum.adapters import label_metrics, metrics
 from fastaccum.kernels import cross_entropy
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
@@ -184,9 +184,9 @@ def test_a_metric_that_counts_ignored_labels_is_told_apart(monkeypatch):
     def count_all(labels):
         return labels._replace(counted=tf.ones_like(labels.counted))
 
-    update = fa_metrics.update_from_scores
+    update = label_metrics.update_from_scores
     monkeypatch.setattr(
-        fa_metrics,
+        metrics,
         "update_from_scores",
         lambda metric, labels, weight: update(metric, count_all(labels), tf.ones_like(weight)),
     )
