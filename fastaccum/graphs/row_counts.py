@@ -3,8 +3,10 @@
 A result that depends on how many rows a micro-batch has is another one in the full batch. There are
 two ways to see it, since each sees what the other cannot:
 
-- `find_row_counter` compares two traces, and names the operation. It serves models, losses and
-  metrics: whatever they draw, compare or hold behind a gate, and without running a user's Python.
+- `find_row_counter` compares two traces, for two numbers of rows, and names the operation. A
+  constant that differs between them holds the number of rows. Marks follow it from operation to
+  operation to the results. This serves models, losses and metrics: whatever they draw, compare or
+  hold behind a gate, and without running a user's Python.
 - `find_power_of_rows` computes a loss for two numbers of rows. A loss that is divided by their
   number is exact then, as docs/models.md promises. A trace does not show this power where Python
   has computed with the number, or where a little is added to it.
@@ -34,6 +36,7 @@ MORE_ROWS = 12
 POWERS_IN_ONE = 4
 POWER_TOLERANCE = 1e-3
 
+# An integer that follows from the number of rows is still only a size after these operations.
 _ARITHMETIC = {
     "Add",
     "AddV2",
@@ -47,8 +50,10 @@ _ARITHMETIC = {
     "Pack",
     "ConcatV2",
 }
+# Operations that pick elements, such as one size of a shape.
 _PICKS = {"StridedSlice", "Slice", "GatherV2"}
-_OF_THE_FIRST = {*_PICKS, "Reshape", "Squeeze", "ExpandDims", "Identity", "Prod", "Sum"}
+# Operations whose result holds the elements of the first input. Other inputs are shapes and places.
+_OF_FIRST_INPUT = {*_PICKS, "Reshape", "Squeeze", "ExpandDims", "Identity", "Prod", "Sum"}
 _COMPARISONS = {"Less", "LessEqual", "Greater", "GreaterEqual", "Equal", "NotEqual"}
 # The attributes of a node by which it calls functions.
 _CALLS = ("f", "body", "then_branch", "else_branch")
@@ -58,7 +63,11 @@ Function: TypeAlias = "tf.compat.v1.FunctionDef"
 
 
 class Reach(enum.IntEnum):
-    """How far the number of rows has come in a graph."""
+    """How far the number of rows has come in a graph.
+
+    Every graph has the number as an integer in its shapes, which changes no result. It reaches
+    values where an integer is cast to a float or compared.
+    """
 
     NOWHERE = 0
     INTEGER = 1  # which may be a part of a shape
@@ -66,7 +75,10 @@ class Reach(enum.IntEnum):
 
 
 class Mark(NamedTuple):
-    """How far the number of rows has come, and by which node. The mark that reaches most is max."""
+    """How far the number of rows has come to a tensor, and by which node.
+
+    Marks compare by their reach first, so `max` of some is one that reaches furthest.
+    """
 
     reach: Reach
     node: str = ""
@@ -87,7 +99,7 @@ def find_row_counter(
 ) -> str | None:
     """Names the operation by which the number of rows reaches results of a function.
 
-    `one` is a trace of it. The result is None if there is no such operation.
+    `one` is a trace of it with TELLING_ROWS. The result is None if there is no such operation.
     """
     other = trace(function, specs, OTHER_ROWS)
     marker = _Marker(one.graph.as_graph_def(), other.graph.as_graph_def())
@@ -122,7 +134,11 @@ def find_power_of_rows(function: Callable, specs: Nest) -> float | None:
 
 
 class _Marker:
-    """Marks, node by node, how far the number of rows comes in a pair of traces."""
+    """Marks, node by node, how far the number of rows comes in a pair of traces.
+
+    The marks begin at constants that differ between the traces. A node has the mark that its inputs
+    and its operation give it, and passes it on to the nodes that take its results.
+    """
 
     def __init__(self, one: tf.compat.v1.GraphDef, other: tf.compat.v1.GraphDef):
         self._graphs = one, other
@@ -165,27 +181,31 @@ class _Marker:
     def _mark_call(self, pair: _Pair, inputs: list[Mark]) -> list[Mark]:
         """Returns the marks of a call's results: those that any of the functions gives them."""
         if "body" in pair.one.attr:
-            results = inputs
-            # What a turn of a loop marks, the next turn is given.
-            for _ in range(2):
-                returned = self._mark_function(pair, "body", results)
-                results = _mark_both(results, returned)
-            return results
-        results = []
+            return self._mark_loop(pair, inputs)
+        results: list[Mark] = []
         for key in _CALLS:
             if key in pair.one.attr:
                 returned = self._mark_function(pair, key, inputs)
                 results = _mark_both(results, returned)
         return results
 
+    def _mark_loop(self, pair: _Pair, inputs: list[Mark]) -> list[Mark]:
+        """Returns the marks of a loop's variables after it."""
+        variables = inputs
+        # Two turns, as the second is given what the first has marked.
+        for _ in range(2):
+            returned = self._mark_function(pair, "body", variables)
+            variables = _mark_both(variables, returned)
+        return variables
+
     def _mark_function(self, pair: _Pair, key: str, inputs: list[Mark]) -> list[Mark]:
         """Returns the marks of the results of the function that an attribute names."""
         function = self._functions_of_one[pair.one.attr[key].func.name]
         other = self._functions_of_other[pair.other.attr[key].func.name]
         names = [argument.name for argument in function.signature.input_arg]
-        # The first input of a branch's node decides which of the branches is taken.
-        passed = inputs if key == "body" else inputs[-len(names) :]
-        arguments = dict(zip(names, passed, strict=False))
+        # What comes before them decides which of the branches is taken.
+        inputs_of_function = inputs[-len(names) :]
+        arguments = dict(zip(names, inputs_of_function, strict=False))
         outputs = [function.ret[output.name] for output in function.signature.output_arg]
         return self._mark_nodes(function.node_def, other.node_def, arguments, outputs)
 
@@ -195,12 +215,16 @@ def _functions_by_name(graph: tf.compat.v1.GraphDef) -> dict[str, Function]:
 
 
 def _find(tensor: str, marks: Mapping[str, Mark | list[Mark]]) -> Mark:
-    """Returns the mark of a tensor, which is named as in a graph or in a function."""
+    """Returns the mark of a tensor, which is named as in a graph or in a function.
+
+    A graph's nodes name it "node" or "node:1", and a function's "node:output:1".
+    """
     node, _, output = tensor.partition(":")
     mark = marks.get(node, _UNMARKED)
     if isinstance(mark, Mark):
         return mark
-    return mark[int(output.rpartition(":")[2] or 0)]
+    index = output.rpartition(":")[2]
+    return mark[int(index or 0)]
 
 
 def _mark_both(marks: list[Mark], other_marks: list[Mark]) -> list[Mark]:
@@ -211,7 +235,7 @@ def _mark_both(marks: list[Mark], other_marks: list[Mark]) -> list[Mark]:
 
 def _mark_result(node: Node, inputs: list[Mark]) -> Mark:
     """Returns the mark of an operation's results, from the marks of its inputs."""
-    if node.op == "Range":
+    if node.op == "Range":  # more rows make it longer, and leave its elements as they are
         return _UNMARKED
     mark = max(inputs, default=_UNMARKED)
     if mark.reach != Reach.INTEGER:
@@ -222,13 +246,13 @@ def _mark_result(node: Node, inputs: list[Mark]) -> Mark:
         return Mark(Reach.VALUE, node.name)
     if node.op in _ARITHMETIC:
         return mark
-    if node.op in _OF_THE_FIRST:
+    if node.op in _OF_FIRST_INPUT:
         return inputs[0]
-    return _UNMARKED
+    return _UNMARKED  # the integer is a shape here, or an index
 
 
 def _reach_of(dtype: int) -> Reach:
-    """Returns how far a number of this dtype has come, which depends on the number of rows."""
+    """Returns the reach of the number of rows where a tensor of this dtype holds it."""
     return Reach.VALUE if tf.as_dtype(dtype).is_floating else Reach.INTEGER
 
 
@@ -240,7 +264,11 @@ def _constants(nodes: Sequence[Node]) -> dict[str, Node]:
 def _is_same_constant(
     one: Node, other: Node, constants: dict[str, Node], other_constants: dict[str, Node]
 ) -> bool:
-    """Tells if both are constants, or picked from some, and alike as far as both go."""
+    """Tells if both are constants, or picked from some, and equal as far as both go.
+
+    Of a shape that is a constant, the size of another axis than that of the rows is equal in both.
+    A constant that holds something for each row is longer in one.
+    """
     try:
         value = _evaluate(one, constants).ravel()
         other_value = _evaluate(other, other_constants).ravel()
