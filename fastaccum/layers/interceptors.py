@@ -3,6 +3,17 @@
 To make a layer compute in another way, register an `Interceptor`. Its layer's class and other
 instances stay as they are. The role alone says what wraps what, in whichever order interceptors are
 registered.
+
+All interceptors of a method share one `_Intercepted`, which stands where Python finds it before the
+method itself:
+
+- Usually it is an attribute of the layer: `layer.call` finds that before the class's `call`.
+- An `owner`'s method that the layer's class overrides is looked up by `super()`, which passes by
+  the layer's attributes. The layer then gets a class of its own, in whose order of base classes
+  a class before the owner has the attribute. For an owner `Dense` and a layer `Doubled(Dense)`:
+
+      Doubled, Dense, Layer, ...                           before
+      own class, Doubled, class between, Dense, Layer, ... while intercepted
 """
 
 from __future__ import annotations
@@ -47,6 +58,11 @@ class Interceptor(NamedTuple):
     role: Role
     owner: type | None = None
 
+    @property
+    def wraps_users_method(self) -> bool:
+        """Tells if it also wraps a method that the user has assigned on the layer itself."""
+        return self.owner is None and self.role not in (Role.FORM, Role.PRECISION)
+
 
 @contextmanager
 def intercepting(interceptors: Iterable[Interceptor]) -> Iterator[None]:
@@ -60,18 +76,18 @@ def intercepting(interceptors: Iterable[Interceptor]) -> Iterator[None]:
 
 def install(interceptor: Interceptor) -> None:
     """Registers an interceptor until it is removed."""
-    place = _place(interceptor)
+    holder = _holder_of(interceptor)
     method = interceptor.method
-    if not isinstance(vars(place).get(method), _Intercepted):
-        _set(place, method, _Intercepted(place, interceptor))
-    installed_here = vars(place)[method].interceptors
-    bisect.insort(installed_here, interceptor, key=lambda registered: registered.role)
+    if not isinstance(vars(holder).get(method), _Intercepted):
+        _set(holder, method, _Intercepted(holder, interceptor))
+    registered_here = vars(holder)[method].interceptors
+    bisect.insort(registered_here, interceptor, key=lambda registered: registered.role)
 
 
 def remove(interceptor: Interceptor) -> None:
     """Removes a registered interceptor; does nothing if the user has set the method again since."""
-    for place in (interceptor.layer, *type(interceptor.layer).__mro__):
-        method = vars(place).get(interceptor.method)
+    for holder in (interceptor.layer, *type(interceptor.layer).__mro__):
+        method = vars(holder).get(interceptor.method)
         if isinstance(method, _Intercepted) and interceptor in method.interceptors:
             method.interceptors.remove(interceptor)
             if not method.interceptors:
@@ -96,68 +112,17 @@ def is_users(layer: keras.layers.Layer, method: str) -> bool:
     return value is not None
 
 
-class _Intercepted:
-    """A method of one layer, wrapped by its interceptors."""
-
-    def __init__(self, place: Any, interceptor: Interceptor):
-        self._layer = interceptor.layer
-        self._method = interceptor.method
-        self._place = place
-        functools.update_wrapper(self, getattr(self._layer, self._method), updated=())
-        # The class whose method is wrapped; None for the class that the layer has when called.
-        self._owner: type | None = None
-        # What the user has set on the layer itself.
-        self.of_user: Callable[..., Any] | None = None
-        if place is self._layer:
-            self.of_user = vars(place).get(self._method)
-        else:
-            self._owner = interceptor.owner
-        self.interceptors: list[Interceptor] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.of_user
-        if call is None:
-            # Looked up now: the layer's class may have changed.
-            function = getattr(self._owner or type(self._layer), self._method)
-            call = functools.partial(function, self._layer)
-        for interceptor in self.interceptors:
-            wraps_any = interceptor.role > Role.PRECISION and interceptor.owner is None
-            if self.of_user is None or wraps_any:
-                call = functools.partial(interceptor.replacement, call)
-        return call(*args, **kwargs)
-
-    def restore(self) -> None:
-        """Leaves the method as it was before its first interceptor."""
-        if self._place is not self._layer:
-            type.__delattr__(self._place, self._method)
-            if not any(isinstance(value, _Intercepted) for value in vars(self._place).values()):
-                _set(self._layer, "__class__", type(self._layer).__bases__[0])
-        elif self.of_user is None:
-            object.__delattr__(self._layer, self._method)
-        else:
-            _set(self._layer, self._method, self.of_user)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Returns what a copy of the layer has: a method without interceptors."""
-        if self.of_user is not None:
-            return copy.deepcopy(self.of_user, memo)
-        function = getattr(type(self._layer), self._method)
-        return types.MethodType(function, copy.deepcopy(self._layer, memo))
-
-
 class _Between:
-    """Marks a class between a layer's class and the `owner` of an intercepted method.
-
-    `super()` in the layer's class finds the layer's interceptors there.
-    """
+    """Marks a class that stands between a layer's class and an owner, to hold interceptors."""
 
     __slots__ = ()
 
 
-def _place(interceptor: Interceptor) -> Any:
-    """Returns the object to set the replacement on: the layer, or a class of its own.
+def _holder_of(interceptor: Interceptor) -> Any:
+    """Returns the object whose attribute the `_Intercepted` is: the layer, or a class between.
 
-    A layer gets a class of its own where its class overrides the owner's method.
+    A class between is made for the first interceptor of an owner's method that the layer's class
+    overrides.
     """
     layer = interceptor.layer
     owner = interceptor.owner
@@ -169,13 +134,76 @@ def _place(interceptor: Interceptor) -> Any:
         if base.__bases__ == (owner, _Between):
             return base
     between = types.new_class(owner.__name__, (owner, _Between))
-    _set(layer, "__class__", types.new_class(cls.__name__, (cls, between)))
+    own_class = types.new_class(cls.__name__, (cls, between))
+    _set(layer, "__class__", own_class)
     return between
 
 
-def _set(place: Any, name: str, value: Any) -> None:
+class _Intercepted:
+    """A method of one layer, wrapped by its interceptors.
+
+    Attributes:
+        of_user: the method that the user has assigned on the layer itself, if any.
+        interceptors: by role, the innermost first.
+    """
+
+    def __init__(self, holder: Any, interceptor: Interceptor):
+        self._holder = holder
+        self._layer = interceptor.layer
+        self._method = interceptor.method
+        functools.update_wrapper(self, getattr(self._layer, self._method), updated=())
+        self.of_user: Callable[..., Any] | None = None
+        # The class whose method is wrapped; None for the class that the layer has when called.
+        self._owner: type | None = None
+        if self._is_on_layer:
+            self.of_user = vars(holder).get(self._method)
+        else:
+            self._owner = interceptor.owner
+        self.interceptors: list[Interceptor] = []
+
+    @property
+    def _is_on_layer(self) -> bool:
+        return self._holder is self._layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.of_user
+        if call is None:
+            # Looked up now: the layer's class may have changed.
+            function = getattr(self._owner or type(self._layer), self._method)
+            call = functools.partial(function, self._layer)
+        for interceptor in self.interceptors:
+            if self.of_user is None or interceptor.wraps_users_method:
+                call = functools.partial(interceptor.replacement, call)
+        return call(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Leaves the method as it was before its first interceptor."""
+        if not self._is_on_layer:
+            self._remove_from_class_between()
+        elif self.of_user is None:
+            object.__delattr__(self._layer, self._method)
+        else:
+            _set(self._layer, self._method, self.of_user)
+
+    def _remove_from_class_between(self) -> None:
+        """Removes the method there, and the layer's own class after the last of its methods."""
+        type.__delattr__(self._holder, self._method)
+        if not any(isinstance(value, _Intercepted) for value in vars(self._holder).values()):
+            own_class = type(self._layer)
+            class_before = own_class.__bases__[0]  # the other base is the class between
+            _set(self._layer, "__class__", class_before)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Returns what a copy of the layer has: a method without interceptors."""
+        if self.of_user is not None:
+            return copy.deepcopy(self.of_user, memo)
+        function = getattr(type(self._layer), self._method)
+        return types.MethodType(function, copy.deepcopy(self._layer, memo))
+
+
+def _set(target: Any, name: str, value: Any) -> None:
     # Past Keras's own __setattr__, which tracks what is assigned.
-    if isinstance(place, type):
-        type.__setattr__(place, name, value)
+    if isinstance(target, type):
+        type.__setattr__(target, name, value)
     else:
-        object.__setattr__(place, name, value)
+        object.__setattr__(target, name, value)
