@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import zlib
@@ -56,13 +57,19 @@ class SparseRows:
     def __getitem__(self, rows: Any) -> np.ndarray:
         """Returns these rows, dense."""
         rows = np.arange(self.shape[0])[rows]
-        taken = rows.ravel()
-        counts = self._starts[taken + 1] - self._starts[taken]
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        entries = np.repeat(self._starts[taken], counts) + within
-        dense = np.zeros((len(taken), *self.shape[1:]), self.dtype)
-        places = (np.repeat(np.arange(len(taken)), counts), *self._indices[entries, 1:].T)
-        np.add.at(dense, places, self._values[entries])  # an element given twice is their sum
+        wanted = rows.ravel()
+        starts = self._starts[wanted]
+        counts = self._starts[wanted + 1] - starts
+        # For each entry of a wanted row: the row of the result that it goes to, and its number
+        # among the entries of that row.
+        to_rows = np.repeat(np.arange(len(wanted)), counts)
+        starts_in_result = np.cumsum(counts) - counts
+        numbers = np.arange(counts.sum()) - starts_in_result[to_rows]
+        entries = starts[to_rows] + numbers
+        dense = np.zeros((len(wanted), *self.shape[1:]), self.dtype)
+        other_axes = self._indices[entries, 1:].T
+        # An element given twice is their sum.
+        np.add.at(dense, (to_rows, *other_axes), self._values[entries])
         return dense.reshape(*rows.shape, *self.shape[1:])
 
 
@@ -82,15 +89,20 @@ def _is_array(leaf: object) -> bool:
 
 def as_arrays(batch: tuple, text: bool = False) -> Batch:
     """Checks nests of arrays, and copies none of NumPy's. With `text` x may hold strings."""
-
-    def checked(name, nest):
-        return tf.nest.map_structure(lambda leaf: _checked(name, leaf, text and name == "x"), nest)
-
-    return Batch(*map(checked, Batch._fields, without_none(batch)))
+    parts = []
+    for name, nest in zip(Batch._fields, without_none(batch), strict=False):
+        may_be_text = text and name == "x"
+        check = functools.partial(_checked, name, text=may_be_text)
+        parts.append(tf.nest.map_structure(check, nest))
+    return Batch(*parts)
 
 
 def without_none(batch: Sequence[Any]) -> list[Any]:
-    """Returns inputs, targets and weights with an empty tuple for each None but in the inputs."""
+    """Returns inputs, targets and weights, with an empty tuple for each None but in the inputs.
+
+    None stands for no targets or weights, for which a `Batch` has an empty tuple. Among inputs it
+    stands for nothing, and is refused later.
+    """
 
     def replace_none(leaf):
         return () if leaf is None else leaf
@@ -98,67 +110,6 @@ def without_none(batch: Sequence[Any]) -> list[Any]:
     inputs = batch[0]
     targets_and_weights = batch[1:]
     return [inputs, *(tf.nest.map_structure(replace_none, nest) for nest in targets_and_weights)]
-
-
-def as_tensors(name: str, nest: object, text: bool = False) -> Any:
-    """Converts a nest of arrays to tensors, float64 to Keras's default float, as Keras does."""
-    return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf, text), ...), nest)
-
-
-def as_stack(stack: object, needs_targets: bool = True, text: bool = False) -> Batch:
-    """Converts (x, y) or (x, y, sample_weight) of arrays [micro-batches, rows, ...] to tensors.
-
-    A `Batch` is returned as it is.
-    """
-    if isinstance(stack, Batch):
-        return stack
-    expected = "A train step takes (x, y) or (x, y, sample_weight)"
-    if not isinstance(stack, (tuple, list)):
-        raise ValueError(f"{expected}; got {type(stack).__name__}.")
-    if not 1 + needs_targets <= len(stack) <= 3:
-        raise ValueError(f"{expected}; got {type(stack).__name__} of {len(stack)} entries.")
-    if needs_targets and stack[1] is None:
-        raise ValueError("y=None: a train step needs targets, as in (x, y).")
-    for name, nest in zip(Batch._fields, stack, strict=False):
-        checks.require_nest(name, nest)
-
-    parts = tuple(stack)
-    if len(parts) == 1:
-        parts = (*parts, None)
-    arrays = as_arrays(parts, text)
-    batch = tf.nest.map_structure(lambda leaf: take(leaf, ...), arrays)
-    if not tf.nest.flatten(batch.x):
-        raise ValueError(
-            f"x={stack[0]!r} holds no array: a train step takes (x, y) or (x, y, sample_weight)."
-        )
-    trip_count(batch)
-    shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
-    first_axes = {shape[:2] for shape in shapes}
-    if len(first_axes) > 1 or len(shapes[0]) < 2 or 0 in shapes[0][:2]:
-        raise ValueError(
-            "Every tensor of a stack has shape [micro-batches, rows, ...], the same first two "
-            f"axes in all: {shapes}."
-        )
-    return batch
-
-
-def count(what: str, batch: Batch) -> int:
-    """Counts the rows: the first axis of all arrays.
-
-    Raises:
-        ValueError: raised if arrays differ in that.
-    """
-    rows_by_name = {}
-    for name, nest in batch._asdict().items():
-        rows = [int(t.shape[0]) for t in tf.nest.flatten(nest)]
-        if rows:
-            rows_by_name[name] = rows
-    counts = set(itertools.chain.from_iterable(rows_by_name.values()))
-    if len(counts) > 1:
-        raise ValueError(
-            f"{what} have different numbers of rows: {rows_by_name}. Pass one of each per example."
-        )
-    return counts.pop()
 
 
 def _checked(name: str, leaf: object, text: bool = False) -> np.ndarray | tf.Tensor | SparseRows:
@@ -225,6 +176,77 @@ def require_unmasked(name: str, leaf: object) -> None:
         )
 
 
+def count(what: str, batch: Batch) -> int:
+    """Counts the rows: the first axis of all arrays.
+
+    Args:
+        what: the name of the arrays in the error.
+        batch: arrays that `as_arrays` returned.
+
+    Raises:
+        ValueError: raised if arrays differ in that.
+    """
+    rows_by_name = {}
+    for name, nest in batch._asdict().items():
+        rows = [int(t.shape[0]) for t in tf.nest.flatten(nest)]
+        if rows:
+            rows_by_name[name] = rows
+    counts = set(itertools.chain.from_iterable(rows_by_name.values()))
+    if len(counts) > 1:
+        raise ValueError(
+            f"{what} have different numbers of rows: {rows_by_name}. Pass one of each per example."
+        )
+    return counts.pop()
+
+
+def as_tensors(name: str, nest: object, text: bool = False) -> Any:
+    """Converts a nest of arrays to tensors, float64 to Keras's default float, as Keras does."""
+    return tf.nest.map_structure(lambda leaf: take(_checked(name, leaf, text), ...), nest)
+
+
+def as_stack(stack: object, needs_targets: bool = True, text: bool = False) -> Batch:
+    """Converts (x, y) or (x, y, sample_weight) of arrays [micro-batches, rows, ...] to tensors.
+
+    A `Batch` is returned as it is.
+    """
+    if isinstance(stack, Batch):
+        return stack
+    expected = "A train step takes (x, y) or (x, y, sample_weight)"
+    if not isinstance(stack, (tuple, list)):
+        raise ValueError(f"{expected}; got {type(stack).__name__}.")
+    fewest = 2 if needs_targets else 1
+    if not fewest <= len(stack) <= 3:
+        raise ValueError(f"{expected}; got {type(stack).__name__} of {len(stack)} entries.")
+    if needs_targets and stack[1] is None:
+        raise ValueError("y=None: a train step needs targets, as in (x, y).")
+    for name, nest in zip(Batch._fields, stack, strict=False):
+        checks.require_nest(name, nest)
+
+    parts = tuple(stack)
+    if len(parts) == 1:
+        parts = (*parts, None)  # without targets
+    arrays = as_arrays(parts, text)
+    batch = tf.nest.map_structure(lambda leaf: take(leaf, ...), arrays)
+    if not tf.nest.flatten(batch.x):
+        raise ValueError(
+            f"x={stack[0]!r} holds no array: a train step takes (x, y) or (x, y, sample_weight)."
+        )
+    _require_rows(batch)
+    return batch
+
+
+def _require_rows(batch: Batch) -> None:
+    """Raises ValueError unless all tensors have the same first two axes, and neither is empty."""
+    trip_count(batch)  # raises an error of its own where the first axes differ
+    shapes = [tuple(t.shape) for t in tf.nest.flatten(batch)]
+    first_axes = {shape[:2] for shape in shapes}
+    if len(first_axes) > 1 or len(shapes[0]) < 2 or 0 in shapes[0][:2]:
+        raise ValueError(
+            "Every tensor of a stack has shape [micro-batches, rows, ...], the same first two "
+            f"axes in all: {shapes}."
+        )
+
+
 def model_dtype(array: np.ndarray | tf.Tensor | SparseRows) -> tf.DType:
     """Returns the dtype in which an array reaches the model: Keras's default float for float64."""
     dtype = tf.as_dtype(array.dtype)
@@ -234,7 +256,11 @@ def model_dtype(array: np.ndarray | tf.Tensor | SparseRows) -> tf.DType:
 
 
 def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
-    """Takes rows of an array as a tensor; all of them for `...`."""
+    """Takes rows of an array as a tensor; all of them for `...`.
+
+    On a CPU, rows of a contiguous array of numbers are gathered to where TensorFlow can use them as
+    they are. For others TensorFlow makes a copy.
+    """
     if isinstance(array, tf.Tensor):
         taken = array if rows is ... else tf.gather(array, rows)
         return tf.cast(taken, model_dtype(array))
@@ -244,8 +270,15 @@ def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
         return tf.convert_to_tensor(array[rows].astype(dtype, copy=False))
     if dtype.kind not in "fiu" or has_gpu():
         return tf.convert_to_tensor(array.take(rows, axis=0).astype(dtype, copy=False))
-    # Rows are gathered to where TensorFlow can use them as they are. A copy of TensorFlow's takes
-    # twice as long as the gather.
+    gathered = _gather_aligned(array, rows, dtype)
+    return tf.experimental.dlpack.from_dlpack(gathered.__dlpack__())
+
+
+def _gather_aligned(array: np.ndarray, rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Gathers rows into memory that TensorFlow needs not copy.
+
+    Such a copy takes twice as long as the gather.
+    """
     gathered = _aligned((*rows.shape, *array.shape[1:]), dtype)
     if array.dtype == dtype:
         # With "raise", its default mode, `take` would gather into a buffer first.
@@ -254,7 +287,7 @@ def take(array: np.ndarray | tf.Tensor | SparseRows, rows: Any) -> tf.Tensor:
         # `take` would first cast `out` to the array's dtype, and warn where its memory holds no
         # number.
         gathered[...] = array.take(rows, axis=0)
-    return tf.experimental.dlpack.from_dlpack(gathered.__dlpack__())
+    return gathered
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
