@@ -25,8 +25,9 @@ class FolderInUseError(RuntimeError):
 class FolderLock:
     """Lock of a folder, which nobody else can acquire meanwhile, in this process or another.
 
-    The lock is a flock on a hidden file, which stays in the folder: to remove it would let a third
-    process in beside one that had opened it. A forked child does not hold its parent's lock.
+    The lock is a flock on a hidden file. The file is never removed: a process that has opened it
+    could then lock the removed file, and another one a new file, both at once. A forked child does
+    not hold its parent's lock.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -43,7 +44,8 @@ class FolderLock:
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(self.path / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except PermissionError:  # another user's, of an earlier fit in a folder that is shared
+        except PermissionError:
+            # An earlier fit of another user has made the file. To lock it, reading is enough.
             descriptor = os.open(self.path / NAME, os.O_RDONLY | os.O_NOFOLLOW)
         holder = f"{os.getpid()} {socket.gethostname()}"
         try:
@@ -53,7 +55,7 @@ class FolderLock:
             raise
         self._descriptor = descriptor
         _held.add(self)
-        with contextlib.suppress(OSError):  # open for reading alone
+        with contextlib.suppress(OSError):  # another user's file, which is open for reading alone
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder.encode(), 0)
 
@@ -91,7 +93,8 @@ _held: set[FolderLock] = set()
 def _release_in_child() -> None:
     """Closes the descriptors that a forked child shares with its parent.
 
-    The child would hold the parent's locks for as long as it lives.
+    The parent keeps its locks. With open descriptors, the child would hold them too for as long as
+    it lives.
     """
     for lock in tuple(_held):
         lock.release()

@@ -1,4 +1,12 @@
-"""Settings of the optimizer, such as its learning rate, that a fit changes as it resumes."""
+"""Settings of the optimizer, such as its learning rate, that a resumed fit may change.
+
+They change in two ways:
+
+- `fit(resume={"learning_rate"})` names settings that it takes anew. They are then left out where
+  the fit is compared with the checkpoint (`without`), and what they were is noted (`changes`).
+- Callbacks set the learning rate in hooks that a resumed fit calls again. `HookRates` keeps them
+  from changing it twice.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +46,12 @@ class Change(NamedTuple):
     def __str__(self) -> str:
         saved = self.saved
         now = self.now
-        # A schedule is a dict. Of a schedule and a number, its class and the number are shown.
+        # A schedule is a dict. Beside a number it is shown by its class alone.
         if isinstance(saved, dict) != isinstance(now, dict):
             saved = _class_of(saved)
             now = _class_of(now)
-        template = "{1} instead of {0}"  # the present value instead of the saved one
-        return "; ".join(differences(saved, now, self.name, template))
+        # As `differences` fills it in, {0} is the saved value and {1} the present one.
+        return "; ".join(differences(saved, now, self.name, words="{1} instead of {0}"))
 
 
 def _class_of(value: Any) -> Any:
@@ -79,7 +87,7 @@ def is_rate(variable: str) -> bool:
 def known(description: Json) -> list[str]:
     """Lists the settings that `resume` may name: the learning rate and the optimizer's numbers."""
     settings = []
-    for name, value in _settings(description["optimizer"]).items():
+    for name, value in _innermost(description["optimizer"]).items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number or name == RATE or name in _OPTIONAL:
             settings.append(name)
@@ -101,8 +109,8 @@ def require_known(resume: frozenset[str], description: Json) -> None:
 
 def changes(saved: Json, now: Json, resume: frozenset[str]) -> list[Change]:
     """Lists the named settings that differ between two descriptions."""
-    settings_then = _settings(saved["optimizer"])
-    settings_now = _settings(now["optimizer"])
+    settings_then = _innermost(saved["optimizer"])
+    settings_now = _innermost(now["optimizer"])
     different = []
     for name in sorted(resume):
         change = Change(name, settings_then.get(name), settings_now.get(name))
@@ -114,9 +122,9 @@ def changes(saved: Json, now: Json, resume: frozenset[str]) -> list[Change]:
 def without(description: Json, resume: frozenset[str]) -> Json:
     """Returns a description without the named settings, and the variables of a named rate."""
     optimizer = copy.deepcopy(description["optimizer"])
-    settings = _settings(optimizer)
+    innermost = _innermost(optimizer)  # a part of the copy, or all of it
     for name in resume:
-        settings.pop(name, None)
+        innermost.pop(name, None)
     if RATE in resume:
         for path in [*optimizer["variables"]]:
             if is_rate(path):
@@ -124,10 +132,10 @@ def without(description: Json, resume: frozenset[str]) -> Json:
     return {**description, "optimizer": optimizer}
 
 
-def _settings(optimizer: Json) -> Json:
-    """Returns the description of the innermost optimizer, which has the settings.
+def _innermost(optimizer: Json) -> Json:
+    """Returns the part of an optimizer's description that has its settings, by name.
 
-    Optimizers of tensorflow-addons may wrap another.
+    Optimizers of tensorflow-addons may wrap another, whose description is an item of theirs.
     """
     while isinstance(optimizer.get("optimizer"), dict):
         optimizer = optimizer["optimizer"]
@@ -141,11 +149,20 @@ class HookRates:
     within an epoch. A callback that halves the rate there would halve it twice. `prepare_repeat`
     therefore restores what the hook found when it was first called, so that it sets and prints the
     same rate as then. If it sets another rate, the callbacks have changed: `find_change` returns
-    both rates.
+    both rates, and `record_repeat` lets the new one hold.
+
+        with rates.noting(hook):  # the first call
+            call_the_hook()
+
+        rates.prepare_repeat(hook)  # the call on resume
+        call_the_hook()
+        change = rates.find_change(hook)
+        if change is not None and is_wanted(change):
+            rates.record_repeat(hook)
 
     Attributes:
-        record: for each hook the rates "found" and "left", and the states of the "callbacks" before
-            it, as a checkpoint holds them.
+        record: by hook, as a checkpoint holds it: "found", the rates before the hook; "left", those
+            after it; and "callbacks", the states of callbacks before it.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], callbacks: Callbacks, record: Json):

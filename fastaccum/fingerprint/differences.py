@@ -6,6 +6,9 @@ import numpy as np
 
 from fastaccum.fingerprint.values import Json
 
+# Stands, in the lines too, for an item that one of two descriptions lacks.
+_MISSING = "nothing"
+
 
 def differences(
     saved: object, now: object, path: str = "", words: str = "{} was saved, now {}"
@@ -16,30 +19,36 @@ def differences(
     """
     if isinstance(saved, dict) and isinstance(now, dict):
         return _item_differences(saved, now, path, words)
-    if path.endswith(".code"):
-        python_then = str(saved).split()[-1]
-        python_now = str(now).split()[-1]
-        if python_then != python_now:
-            return []  # the bytecode of another version of Python says nothing
+    if path.endswith(".code") and _python_of(saved) != _python_of(now):
+        return []  # bytecode is comparable within one version of Python alone
     if saved == now:
         return []
     return [f"{path}: {words.format(_show(saved), _show(now))}"]
 
 
+def _python_of(checksum: object) -> str:
+    """Returns the version of Python, the last word of what `bytecode.checksum` returns."""
+    return str(checksum).split()[-1]
+
+
 def _item_differences(saved: Json, now: Json, path: str, words: str) -> list[str]:
-    """Lists the items in which two dicts of one path differ."""
+    """Lists the items in which two dicts of one path differ.
+
+    Two objects of different classes differ in their class alone: the other items say no more.
+    """
     names = list(dict.fromkeys([*saved, *now]))
-    class_then = saved.get("class", "nothing")
-    class_now = now.get("class", "nothing")
-    are_named = isinstance(class_then, str) and isinstance(class_now, str)
-    if are_named and class_then != class_now:
-        names = ["class"]  # the other items say no more
+    class_then = saved.get("class", _MISSING)
+    class_now = now.get("class", _MISSING)
+    # A dict of arguments or variables may have an item of that name that is no class.
+    are_names = isinstance(class_then, str) and isinstance(class_now, str)
+    if are_names and class_then != class_now:
+        names = ["class"]
 
     lines = []
     for name in names:
         item_path = f"{path}.{name}".lstrip(".")
-        item_then = saved.get(name, "nothing")
-        item_now = now.get(name, "nothing")
+        item_then = saved.get(name, _MISSING)
+        item_now = now.get(name, _MISSING)
         lines += differences(item_then, item_now, item_path, words)
     if lines:
         return lines

@@ -30,7 +30,8 @@ def name_variables(
                 continue
             seen.add(id(tf_variable))
             path = getattr(variable, "path", None) or tf_variable.name
-            named[free_name(path.split(":")[0], named)] = tf_variable
+            path = path.split(":")[0]  # without the ":0" of TensorFlow's names
+            named[free_name(path, named)] = tf_variable
         named_groups[group] = named
     return named_groups
 
@@ -49,7 +50,7 @@ def free_name(path: str, taken: Container[str]) -> str:
 def checksums(groups: Mapping[str, Sequence[Variable]]) -> Json:
     """Returns checksums of the model's and the optimizer's variables, by name.
 
-    A single number stands for itself.
+    In place of a checksum, a variable of one number has that number, which an error can show.
     """
     named_groups = name_variables({"model": groups["model"], "optimizer": groups["optimizer"]})
     sums = {}
