@@ -8,12 +8,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.h200.bars import Figures, Results
-from benchmarks.h200.cases import AXES, CHECKPOINT, DRAWN, sized
+from benchmarks.h200.cases import AXES, CHECKPOINT, DRAWN
 from benchmarks.h200.parts import PARTS
 from benchmarks.tools import charts
 
-# The programs whose time is shown in parts, as bars and in a table. Lines against sizes are drawn
-# of `cases.DRAWN`.
+# The programs whose time is shown in parts, as bars and in a table. `cases.DRAWN` has those whose
+# figures are drawn as lines against sizes.
 SHOWN_IN_PARTS = (
     "fastaccum, as shipped",
     "fastaccum, everything recomputed",
@@ -32,7 +32,7 @@ def draw(results: Results, before: dict[str, Figures], folder: Path) -> dict[str
         results: all figures.
         before: the figures of an earlier commit by that commit's names of programs; two of them
             have a bar.
-        folder: of the files.
+        folder: the folder to write them to.
     """
     bars = {name: results.of(name) for name in SHOWN_IN_PARTS}
     bars["before: as shipped"] = before["as shipped, 4 layers"]
@@ -57,10 +57,10 @@ def _draw_against_sizes(results: Results, key: str, factor: float, label: str) -
     panels = {}
     for axis, points in AXES.items():
         lines = {}
-        for name, case in DRAWN.items():
+        for name in DRAWN:
             lines[name] = []
             for x, sizes in points:
-                figures = results.figures[sized(case, **sizes)]
+                figures = results.of(name, **sizes)
                 lines[name].append((x, factor * figures[key]))
         panels[axis] = {"x_label": axis, "y_label": label, "lines": lines}
     title = (

@@ -42,17 +42,24 @@ SLOTS = {
     "Lamb": 8,
 }
 
-# Bytes of residuals that a block keeps for each token and each channel of its width; in half
-# precision a value has 2. They are its input, both norms, queries, keys and values, attention's
-# output, the sum after it, and the MLP's four times wider product before GELU and after it.
-EVERYTHING = 2 + 2 * 2 + 3 * 2 + 2 + 2 + 2 * 8
-# Bytes of the residuals that have a name, and of the input: the fused projection, attention's
-# output, its projection, the MLP's first product.
-NAMED = 2 + 3 * 2 + 2 + 2 + 8
-INPUT = 2
-# Bytes in use while a block is recomputed in the backward pass: all residuals, and seven gradients,
-# of the block's output, the sum, queries, keys, values, attention's output and both norms' inputs.
-AT_WORK = EVERYTHING + 7 * 2
+HALF = 2  # bytes of a value in half precision
+SINGLE = 4  # and in float32
+
+# Bytes of residuals that a block keeps for each token and each channel of its width. These are its
+# input, both norms, queries, keys and values, attention's output, the sum after it, and the MLP's
+# four times wider product before GELU and after it.
+INPUT = HALF
+EVERYTHING = HALF * (1 + 2 + 3 + 1 + 1 + 4 + 4)
+# Those of the input and of the residuals that have a name: the fused projection of queries, keys
+# and values, attention's output, its projection, the MLP's first product.
+NAMED = HALF * (1 + 3 + 1 + 1 + 4)
+# Those in use while a block is recomputed in the backward pass: all residuals, and seven gradients,
+# of the block's output, the sum, queries, keys, values, attention's output and the block's input.
+AT_WORK = EVERYTHING + HALF * 7
+
+LOOPS = ("everything_saveable", "named", "nothing_saveable")
+# Those of `SLOTS` that the steps are compiled with and the table of the cards has.
+OPTIMIZERS = {name: SLOTS[name] for name in ("AdamW", "Lion")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +69,9 @@ class Setting:
     Attributes:
         preset: its name in `PRESETS`.
         rows: in a micro-batch.
-        policy: "unrolled" without a loop over the blocks, or the residuals that loops keep:
-            "everything_saveable", "named", "nothing_saveable".
+        policy: "unrolled", where the blocks are not in a loop and keep everything; else the
+            residuals that a loop over the blocks keeps: "everything_saveable", "named" or
+            "nothing_saveable".
         micro_batches: in a step; at least 2.
         slots: bytes of the optimizer's slots for each parameter.
         copies: stacks of data in memory: 1 in XLA's plan, more in `fit`, which makes some ahead.
@@ -120,18 +128,19 @@ def parts(setting: Setting) -> dict[str, int]:
     tokens = setting.rows * size["context"]
     numbers = parameters(setting.preset)
     matrices = layers * 12 * width**2
-    half_copies = 2 * (matrices + vocabulary * width)
+    half_copies = HALF * (matrices + vocabulary * width)
     if size["stacked"] and setting.policy == "unrolled":
-        half_copies += 2 * matrices  # the slices of the stacks too
+        # A LayerStack has one stack of each weight. cuBLAS takes no layer's part of it as it lies.
+        half_copies += HALF * matrices
     bytes_of = {
-        "weights": 4 * numbers,
+        "weights": SINGLE * numbers,
         "optimizer slots": setting.slots * numbers,
-        "data": setting.copies * setting.micro_batches * tokens * (4 + 4),
-        "accumulators": 4 * numbers,
+        "data": setting.copies * setting.micro_batches * tokens * (4 + 4),  # int32 x and y
+        "accumulators": SINGLE * numbers,
         "half-precision copies": half_copies,
     }
-    # Attention's log-sum-exp, and the mean and factor of each norm, for each token.
-    statistics = 4 * heads + 2 * 8
+    # For each token, in float32: attention's log-sum-exp, and each norm's mean and factor.
+    statistics = SINGLE * heads + 2 * 2 * SINGLE
     match setting.policy:
         case "nothing_saveable":
             residuals = INPUT * width
@@ -140,36 +149,56 @@ def parts(setting: Setting) -> dict[str, int]:
         case _:
             residuals = EVERYTHING * width + statistics
     outputs = 2 * width  # the last block's and the final norm's
-    rotary_tables = 4 * size["context"] * width // heads
+    rotary_tables = SINGLE * size["context"] * width // heads
     bytes_of["activations"] = tokens * (layers * residuals + outputs) + rotary_tables
     head = head_and_loss(tokens, width, vocabulary)
     if setting.policy in ("named", "nothing_saveable"):
-        widest_gradient = 4 * 4 * width**2  # in float32
-        own_copies = 2 * 8 * width**2
-        block = tokens * (AT_WORK * width + statistics) + widest_gradient + own_copies
+        block = block_at_work(tokens, width, statistics)
         if block > head:
             return bytes_of | {"a block at work": block}
     return bytes_of | {"head and loss": head}
 
 
+def block_at_work(tokens: int, width: int, statistics: int) -> int:
+    """Computes the bytes that the recomputation of a block adds in the backward pass.
+
+    Beside its residuals and gradients, these are the gradient of its widest matrix, [4 D, D] in
+    float32, and 16 D**2 for its part of the half-precision copies.
+    """
+    widest_gradient = SINGLE * 4 * width**2
+    part_of_copies = HALF * 8 * width**2
+    return tokens * (AT_WORK * width + statistics) + widest_gradient + part_of_copies
+
+
 def head_and_loss(tokens: int, width: int, vocabulary: int) -> int:
-    """Computes the bytes that `fa.LinearCrossEntropy` adds on a GPU for its gradients."""
+    """Computes the bytes that `fa.LinearCrossEntropy` adds on a GPU for its gradients.
+
+    It computes all logits at once where they are small, as `kernels/cross_entropy.py` decides, and
+    else in chunks of tokens.
+    """
+    hidden_gradient = HALF * tokens * width
     if tokens * vocabulary <= max(4096**2, tokens * width):
-        # All logits at once in float32, and their gradients in half precision and in float32.
-        return tokens * vocabulary * (4 + 2 + 4) + 2 * tokens * width
+        # The logits in float32, and their gradients in half precision and in float32.
+        return tokens * vocabulary * (SINGLE + HALF + SINGLE) + hidden_gradient
     chunk = tokens_at_once(tokens, vocabulary)
-    logits = chunk * vocabulary * (4 + 2) + 2 * chunk * width
-    # The gradients of the table and of the final norm's output are in float32.
-    gradients = 4 * vocabulary * width + 4 * tokens * width
+    logits = chunk * vocabulary * (SINGLE + HALF) + HALF * chunk * width
+    # The gradients of the table and of the final norm's output are summed in float32.
+    summed_gradients = SINGLE * vocabulary * width + SINGLE * tokens * width
     padded_table = 0
     if vocabulary % 16:  # cuBLAS multiplies multiples of 16, so XLA pads a copy of the table
-        padded_table = 2 * 16 * math.ceil(vocabulary / 16) * width
-    return logits + gradients + padded_table + 2 * tokens * width
+        padded_table = HALF * 16 * math.ceil(vocabulary / 16) * width
+    return logits + summed_gradients + padded_table + hidden_gradient
 
 
 def tokens_at_once(tokens: int, vocabulary: int) -> int:
-    """Returns the tokens of a chunk of logits of `fa.LinearCrossEntropy` on a GPU."""
-    return cut(tokens, max(1024, min(tokens // 10, 2048), 2**25 // vocabulary)).length
+    """Returns the tokens of a chunk of logits of `fa.LinearCrossEntropy` on a GPU.
+
+    As `kernels/cross_entropy.py` chooses, they are a tenth of all, within bounds, or more where the
+    vocabulary is small.
+    """
+    tenth = max(1024, min(tokens // 10, 2048))
+    most = max(tenth, 2**25 // vocabulary)
+    return cut(tokens, most).length
 
 
 def peak_bytes(setting: Setting) -> int:
@@ -187,10 +216,12 @@ def plan_of(setting: Setting) -> MemoryAnalysis:
     with contextlib.ExitStack() as scope:
         scope.enter_context(h200.weightless())
         scope.enter_context(h200.as_on_a_gpu())
-        if setting.policy == "unrolled":  # with room for all, the policy "auto" keeps everything
+        if setting.policy == "unrolled":
+            # With room for all activations, the policy "auto" makes no loop and keeps everything.
             scope.enter_context(mock.patch.object(layer_loop, "device_memory", lambda: 1e15))
         model = fa.gpt(preset=setting.preset, dtype="mixed_bfloat16", **options)
-        optimizer = {8: keras.optimizers.AdamW, 4: keras.optimizers.Lion}[setting.slots](3e-4)
+        names = {slots: name for name, slots in OPTIMIZERS.items()}
+        optimizer = getattr(keras.optimizers, names[setting.slots])(3e-4)
         trainer = fa.Trainer(model, optimizer, fa.LinearCrossEntropy(), clip_norm=1.0)
         ids = np.zeros((setting.micro_batches, setting.rows, size["context"]), "int32")
         program = programs.of_trainer(trainer, (ids, ids))
@@ -198,16 +229,14 @@ def plan_of(setting: Setting) -> MemoryAnalysis:
     return program.memory
 
 
-LOOPS = ("everything_saveable", "named", "nothing_saveable")
 CARDS = (24, 48, 80, 141)  # GB
-OPTIMIZERS = {"AdamW": 8, "Lion": 4}
 
 
 def largest_rows(card: int, policy: str, slots: int = 8, preset: str = "1.3b") -> int:
     """Returns the largest micro-batch of up to 512 rows that fits a card, or 0.
 
-    A card of 24 GB counts as 24 * 10**9 bytes. It has 24 GiB, 7% more: for the driver, CUDA's
-    context and libraries.
+    A card of 24 GB counts as 24 * 10**9 bytes. It has 24 GiB, 7% more, which the driver, CUDA's
+    context and libraries take.
     """
     largest = 0
     for rows in range(1, 513):

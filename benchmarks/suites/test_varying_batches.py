@@ -139,7 +139,13 @@ class Training(NamedTuple):
 
 
 def train(name, ours, epochs):
-    """Trains a workload with ours, or with Keras's accumulation, and returns the `Training`."""
+    """Trains a workload, and returns the `Training`.
+
+    Args:
+        name: the workload's.
+        ours: whether to train with ours, and not with Keras's accumulation.
+        epochs: how many.
+    """
     keras.utils.set_random_seed(0)
     model, loss, batches = WORKLOADS[name]()
     clock = Clock()
@@ -148,13 +154,14 @@ def train(name, ours, epochs):
         model.compile(keras.optimizers.Adam(1e-3, gradient_accumulation_steps=ACCUMULATION), loss)
         model.fit(Batches(batches), **arguments)
         return Training(clock.seconds, 0)
-    import fastaccum as fa
+    import fastaccum as fa  # here, so that Keras trains in a process without it
 
     trainer = fa.Trainer(
         model, keras.optimizers.Adam(1e-3), loss, gradient_accumulation_steps=ACCUMULATION
     )
     history = trainer.fit(Batches(batches), **arguments)
-    programs = sum(count for count, _ in history.programs.values())
+    # By purpose, the number of programs and the seconds of their first calls.
+    programs = sum(count for count, _seconds in history.programs.values())
     return Training(clock.seconds, programs)
 
 
@@ -167,14 +174,15 @@ def test_epochs_of_varying_batches(name, benchmark, report):
     theirs = []
 
     def run_ours():
-        ours.append(in_new_process(functools.partial(train, name, True, epochs)))
+        ours.append(in_new_process(functools.partial(train, name, ours=True, epochs=epochs)))
 
     def run_theirs():
-        theirs.append(in_new_process(functools.partial(train, name, False, epochs)))
+        theirs.append(in_new_process(functools.partial(train, name, ours=False, epochs=epochs)))
 
+    # The race gives the turns alone. The epochs are timed within the processes.
     times = race(benchmark, run_ours, {"theirs": run_theirs}, ROUNDS)
     assert all(len(training.seconds) == epochs for training in ours + theirs)
-    if not times:
+    if times is None:  # benchmarks are disabled
         return
     workload = types.SimpleNamespace(name=name)
     for part, first in (("epochs 1 to 5", 0), ("epochs 3 to 5", 2)):

@@ -15,11 +15,12 @@ from fastaccum.kernels import attention, linear_cross_entropy
 from fastaccum.step.compiler_ir import memory_analysis
 from fastaccum.step.program import Program
 
+# Attention is drawn against the length of the sequence.
 SEQUENCE_LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
-VOCABULARIES = [4096, 8192, 16384, 32768, 65536, 131072]
-# The sizes that stay: of attention, and of the head with its cross-entropy.
 HEADS = 8
 HEAD_DIM = 64
+# The head with its cross-entropy is drawn against the vocabulary.
+VOCABULARIES = [4096, 8192, 16384, 32768, 65536, 131072]
 TOKENS = 8192
 WIDTH = 512
 
@@ -31,8 +32,8 @@ def attention_memory(length, implementation):
         outputs = attention(query, key, value, causal=True, implementation=implementation)
         return tf.reduce_sum(outputs)
 
-    heads = tf.TensorSpec([1, length, HEADS, HEAD_DIM])
-    return _temp_bytes(loss, heads, heads, heads)
+    spec = tf.TensorSpec([1, length, HEADS, HEAD_DIM])  # of query, key and value alike
+    return _temp_bytes(loss, spec, spec, spec)
 
 
 def cross_entropy_memory(vocabulary, implementation):
@@ -47,6 +48,8 @@ def cross_entropy_memory(vocabulary, implementation):
 
 
 def _temp_bytes(loss, *specs):
+    """Compiles a loss and its gradients for the CPU, and returns the plan's temp bytes."""
+
     def gradients(*inputs):
         with tf.GradientTape() as tape:
             tape.watch(inputs)
