@@ -163,10 +163,9 @@ def linear_cross_entropy(
         soft_cap=soft_cap,
         smoothing=options.label_smoothing,
     )
-    one_of("implementation", implementation, ("auto", "chunked", "reference"))
-    if implementation == "auto":
-        implementation = "reference" if _is_small(head, chunk_size) else "chunked"
-    losses, _ = _token_losses(head, labels, options, implementation)
+    choices = ("auto", "chunked", "reference")
+    chosen = _choose(implementation, choices, head, chunk_size, options)
+    losses, _ = _token_losses(head, labels, options, chosen)
     return losses
 
 
@@ -213,26 +212,38 @@ def linear_cross_entropy_sum_and_scores(
         soft_cap=soft_cap,
         smoothing=numbers.label_smoothing,
     )
-    one_of("implementation", implementation, ("auto", "one_pass", "chunked", "reference"))
-    if implementation == "auto":
-        if _is_small(head, chunk_size):
-            implementation = "reference"
-        elif chunk_size is None and _gains_by_one_pass(head, numbers.z_loss):
-            implementation = "one_pass"
-        else:
-            implementation = "chunked"
-
-    if implementation == "one_pass" and head.tokens.size:
+    choices = ("auto", "one_pass", "chunked", "reference")
+    chosen = _choose(implementation, choices, head, chunk_size, numbers)
+    if chosen == "one_pass" and head.tokens.size:
         all_columns = cut(head.columns.size, head.columns.size)
         head = head._replace(columns=all_columns)
         total, scores = _one_pass(head, labels, weights, numbers, wanted)
     else:
-        losses, scores = _token_losses(head, labels, numbers, implementation, wanted)
+        losses, scores = _token_losses(head, labels, numbers, chosen, wanted)
         total = tf.reduce_sum(weights * losses)
 
     if scores is None:
         return total, None
     return total, _reshaped(scores, labels.shape)
+
+
+def _choose(
+    implementation: str,
+    choices: tuple[str, ...],
+    head: Head,
+    chunk_size: int | None,
+    options: _Options,
+) -> str:
+    """Returns the implementation, one of the choices; for "auto" the one that suits the head."""
+    one_of("implementation", implementation, choices)
+    if implementation != "auto":
+        return implementation
+    if _is_small(head, chunk_size):
+        return "reference"
+    may_take_one_pass = "one_pass" in choices and chunk_size is None
+    if may_take_one_pass and _gains_by_one_pass(head, options.z_loss):
+        return "one_pass"
+    return "chunked"
 
 
 def _gains_by_one_pass(head: Head, z_loss: float) -> bool:

@@ -24,10 +24,15 @@ from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfi
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
 OF_LAYERS = (IndexError, AttributeError, NotImplementedError, tf.errors.UnimplementedError)
 
-# the `policy` and `unroll` of a LayerStack
-Form: TypeAlias = "tuple[Policy, bool | Literal['auto']]"
 Tensors = list[tf.Tensor]
 Result = tuple[tf.Tensor, dict[int, tf.Tensor]]
+
+
+class LoopOptions(NamedTuple):
+    """A LayerStack's options: the residuals that its loops keep, and if they are unrolled."""
+
+    policy: Policy
+    unroll: bool | Literal["auto"]
 
 
 class Body(NamedTuple):
@@ -188,7 +193,7 @@ def _or_zeros(gradient: Gradient, like: tf.Tensor) -> tf.Tensor:
 
 
 def run_plainly(
-    body: Body, depth: int, form: Form, x: tf.Tensor, weights: Tensors, state: Tensors
+    body: Body, depth: int, options: LoopOptions, x: tf.Tensor, weights: Tensors, state: Tensors
 ) -> Result:
     """Computes `run_loops` as plain calls with plain autodiff, which keeps everything."""
     weights_by_layer = _layers(depth, weights)
@@ -207,7 +212,7 @@ def run_plainly(
 
 
 def run_loops(
-    body: Body, depth: int, form: Form, x: tf.Tensor, weights: Tensors, state: Tensors
+    body: Body, depth: int, options: LoopOptions, x: tf.Tensor, weights: Tensors, state: Tensors
 ) -> Result:
     """Computes the last layer's output and, by place, each new stacked state.
 
@@ -231,7 +236,7 @@ def run_loops(
         )
         with allow_outer_casts():
             layer = LayerGraph(body, specs)
-        is_unrolled = body.training and _choose(layer, form, depth, weights)
+        is_unrolled = body.training and _choose(layer, options, depth, weights)
         is_chained = body.training and layer.keeps_input
         assigned.extend(layer.after)
         loops = _Loops(layer, depth, is_unrolled, is_chained, shared, weights, state)
@@ -261,20 +266,19 @@ def run_loops(
     return y, dict(zip(assigned, after, strict=True))
 
 
-def _choose(layer: LayerGraph, form: Form, depth: int, weights: Tensors) -> bool:
+def _choose(layer: LayerGraph, options: LoopOptions, depth: int, weights: Tensors) -> bool:
     """Chooses what is kept, and whether the loops are unrolled."""
     weight_bytes = sum(w.dtype.size * w.shape.num_elements() for w in weights)
     # In training each weight has its gradient and, under Adam, two slots.
     budget = (device_memory() - 4 * weight_bytes) / 2
-    policy, unroll = form
-    if unroll:
+    if options.unroll:
         layer.keep("everything_saveable")
-        if unroll is True:
+        if options.unroll is True:
             return True
         if has_gpu() and depth * layer.residual_bytes <= budget:
             return True
-    layer.keep(policy)
-    if policy == "auto" and depth * layer.residual_bytes > budget:
+    layer.keep(options.policy)
+    if options.policy == "auto" and depth * layer.residual_bytes > budget:
         layer.keep("nothing_saveable")
     return False
 

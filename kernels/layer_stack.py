@@ -20,7 +20,7 @@ from fastaccum.kernels.checks import (
     true_or_false,
     whole_number,
 )
-from fastaccum.kernels.layer_loop import OF_LAYERS, Body, run_loops, run_plainly
+from fastaccum.kernels.layer_loop import OF_LAYERS, Body, LoopOptions, run_loops, run_plainly
 from fastaccum.kernels.recomputed_function import require_policy
 
 # The distance between the seeds of two layers that were given the same one. It is wider than any
@@ -277,9 +277,8 @@ class LayerStack(keras.layers.Layer):
         else:
             run = run_loops
         # Read before the state is assigned: the recomputation starts from the same seeds.
-        y, new_state = run(
-            body, self.depth, (self.policy, self.unroll), x, _read(weights), _read(state)
-        )
+        options = LoopOptions(self.policy, self.unroll)
+        y, new_state = run(body, self.depth, options, x, _read(weights), _read(state))
         for k, value in new_state.items():
             state[k].assign(value)
         return y

@@ -1,6 +1,4 @@
-"""The context of a trace: objects for kernels that Keras's layers, which stand in between, could
-not hand on.
-"""
+"""The context of a trace: objects for kernels that Keras's layers in between do not hand on."""
 
 from __future__ import annotations
 
@@ -67,8 +65,9 @@ def current() -> TraceContext:
 
 
 def accumulator_of(variable: tf.Tensor | tf.Variable | None) -> OfferedTotal | None:
-    """Returns the accumulator of a variable that a kernel's forward pass reads; None where the step
-    offers none.
+    """Returns the accumulator of a variable that a kernel's forward pass reads.
+
+    None is returned where the step offers none.
     """
     offered = current().accumulators
     return None if offered is None else offered.find(variable)

@@ -59,8 +59,9 @@ NOTHING_DONE = Done(rows=0, steps=0)
 
 
 class Run:
-    """The text, model and trainer of a run, made from the options; checkpoints carry its
-    `identity`.
+    """The text, model and trainer of a run, made from the options.
+
+    Checkpoints carry its `identity`.
 
     Args:
         options: the options that the run began with. Its schedule of the learning rate is that of

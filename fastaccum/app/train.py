@@ -219,8 +219,9 @@ class Recorder(keras.callbacks.Callback):
             EndRequest.entered[signal.SIGTERM].requested = True  # by which `fit` saves and ends
 
     def rows(self) -> list[dict[str, float]]:
-        """Returns the rows of metrics.csv; one without an evaluation lacks
-        "held_out_bits_per_byte".
+        """Returns the rows of metrics.csv.
+
+        A row without an evaluation lacks "held_out_bits_per_byte".
         """
         log = self.model.history.history
         held_out = iter(log.get("val_loss", ()))

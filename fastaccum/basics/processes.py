@@ -198,11 +198,10 @@ class _Wait(NamedTuple):
 
 
 class _Watch(threading.Thread):
-    """Watches a step's collective, which waits without end, and reports the workers that have not
-    come to the step.
+    """Watches a step's collective, and reports the workers that have not come to the step.
 
-    A worker that waits for long says that it is in the step, so that a worker that computes for
-    long is not missed.
+    The collective itself waits without end. A worker that waits for long says that it is in the
+    step, so that a worker that computes for long is not missed.
 
     Attributes:
         wait: the collective that this process is in, or None between two steps.

@@ -63,9 +63,7 @@ def _kind(callback: keras.callbacks.Callback) -> str:
 
 
 def state(callbacks: Callbacks) -> tuple[dict[str, Json], dict[str, np.ndarray]]:
-    """Returns each callback's plain values and Keras class, by name, and the arrays of all
-    callbacks.
-    """
+    """Returns each callback's plain values and Keras class, by name, and all their arrays."""
     values: dict[str, Json] = {}
     arrays: dict[str, np.ndarray] = {}
     for name, kind, callback in _stateful(callbacks):

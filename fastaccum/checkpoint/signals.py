@@ -55,8 +55,9 @@ os.register_at_fork(after_in_child=_restore_in_child)
 
 
 class Preempted(SystemExit):
-    """Exit that `fit` raises after SIGTERM, once the state is saved; uncaught, the process ends
-    with code 143.
+    """Exit that `fit` raises after SIGTERM, once the state is saved.
+
+    Uncaught, it ends the process with code 143.
 
     Attributes:
         checkpoint: the folder that it was saved to.

@@ -1,5 +1,4 @@
-"""Checkpoints on disk: folders that are written whole or not at all, and read only if they are as
-they were written.
+"""Checkpoints on disk: folders that are written whole or not at all, and read only if unchanged.
 
     run/checkpoints/step-00000050/
         manifest.json               what the training state is, with a checksum
@@ -74,8 +73,9 @@ class Checkpoint:
 
     @property
     def changes(self) -> list[Json]:
-        """Returns what `fit(resume=...)` has changed: "step", "epoch", "name", "saved" and "now" of
-        each setting.
+        """Returns the settings that `fit(resume=...)` has changed.
+
+        Each has a "step", "epoch", "name", "saved" and "now".
         """
         return self.manifest["changes"]
 

@@ -29,10 +29,10 @@ class _Call(NamedTuple):
 def abort_peers_on_error(
     method: Callable[Concatenate[Any, P], R],
 ) -> Callable[Concatenate[Any, P], R]:
-    """Decorates a Trainer's method: one thread at a time calls it, and an error here ends the other
-    workers' waits.
+    """Decorates a Trainer's method, so that an error in it ends the other workers' waits.
 
-    Its errors show the caller's lines, and not those of fastaccum.
+    One thread at a time calls the method. Its errors show the caller's lines, and not those of
+    fastaccum.
     """
 
     @short_tracebacks

@@ -58,9 +58,7 @@ class RunFingerprint:
         self.changes = ChangesOfTraining()
 
     def require_alike(self, call: str, **description: object) -> None:
-        """Raises WorkersDifferError on every worker unless all are in this call, with one
-        description of it.
-        """
+        """Raises WorkersDifferError on all workers unless they describe the same call alike."""
         workers = self._workers
         if workers is None:
             return

@@ -90,6 +90,18 @@ class Admission:
             f"({device.source}). Nothing was changed."
         )
         note = f"If there is more memory than that, {LIMIT} says how much: bytes, or as in 16GiB."
+        return self._explain(message, run, memory, limit, fits, note)
+
+    def _explain(
+        self,
+        message: str,
+        run: FirstRun,
+        memory: StepMemory,
+        limit: int,
+        fits: tuple[int, int] | None,
+        note: str = "",
+    ) -> OutOfMemoryError:
+        """Makes the error of a run whose program's memory is known, with the engine's advice."""
         return explain(
             message,
             memory,
@@ -165,15 +177,7 @@ class Admission:
         fits = None
         if is_train_step and memory.peak_bytes > limit:
             fits = self._fitting(self._run, limit)
-        return explain(
-            message,
-            memory,
-            limit,
-            self._outputs,
-            fits,
-            self._engine.advice,
-            training=self._run.training,
-        )
+        return self._explain(message, self._run, memory, limit, fits)
 
     def _memory_of_run(self) -> StepMemory | None:
         """Measures the program that ran last.

@@ -464,8 +464,9 @@ def _keep_where(
 
 
 def _still_finite(variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Returns whether no element has become NaN or infinite: bool scalar. A running minimum may
-    start at infinity.
+    """Returns whether no element has become NaN or infinite, a bool scalar.
+
+    A running minimum may start at infinity.
     """
     all_finite = []
     for variable, value in zip(variables, before, strict=True):

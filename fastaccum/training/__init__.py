@@ -1,3 +1,1 @@
-"""The calls of a Trainer: the model and what trains it, its step, its data, and the loops of fit
-and evaluate.
-"""
+"""The calls of a Trainer: its model, step and data, and the loops of fit and evaluate."""
