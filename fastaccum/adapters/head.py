@@ -5,25 +5,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.adapters.head_layers import (
+    bias_of,
+    find_head,
+    is_masked_lm_head,
+    is_reversible,
+    kernel_of,
+    require_linear,
+)
 from fastaccum.adapters.label_metrics import KERAS_LOSS, ScoredLabels
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import to_whole
-from fastaccum.basics.attributes import (
-    function_of,
-    kinds,
-    known_name,
-    of_keras,
-    package,
-    replaced,
-)
-from fastaccum.kernels import fp32_layers, private
+from fastaccum.basics.attributes import function_of, known_name, replaced
+from fastaccum.kernels import private
 from fastaccum.kernels.cross_entropy import (
     cross_entropy_from_logits,
     linear_cross_entropy_sum_and_scores,
@@ -31,9 +31,7 @@ from fastaccum.kernels.cross_entropy import (
 )
 from fastaccum.kernels.hoisted_casts import copy_of
 from fastaccum.kernels.xla_ops import HALF
-from fastaccum.layers.interceptors import Interceptor, Role, intercepting, is_users
-
-_REVERSIBLE = (keras.layers.ReversibleEmbedding, fp32_layers.Fp32ReversibleEmbedding)
+from fastaccum.layers.interceptors import Interceptor, Role, intercepting
 
 
 @keras.saving.register_keras_serializable("fastaccum")
@@ -163,9 +161,9 @@ class FusedHeadLoss:
         self._ranks = ranks
         self.reduction = loss.reduction
         self.ignore_class = loss.options["ignore_index"]
-        self.head = _find(model, loss.head, output)
-        _require_linear(self.head, classes)
-        self._reversible = _is_reversible(self.head)
+        self.head = find_head(model, loss.head, output)
+        require_linear(self.head, classes)
+        self._reversible = is_reversible(self.head)
 
     @contextmanager
     def leave_head_out(self, observe: Callable[[tf.Tensor], None]) -> Iterator[None]:
@@ -176,7 +174,7 @@ class FusedHeadLoss:
             arguments = signature.bind(*args, **kwargs).arguments
             if self._reversible and not arguments.get("reverse"):
                 return call(*args, **kwargs)  # the layer embeds ids: it is no head in this call
-            if _is_masked_lm_head(self.head):
+            if is_masked_lm_head(self.head):
                 sequence, mask_positions = arguments.values()
                 inputs = self._before_projection(sequence, mask_positions)
             elif args:
@@ -234,8 +232,8 @@ class FusedHeadLoss:
 
         `counted`, bool [...], tells which labels count.
         """
-        kernel = _kernel(self.head)
-        bias = _bias_of(self.head)
+        kernel = kernel_of(self.head)
+        bias = bias_of(self.head)
 
         kernel_tensor = tf.convert_to_tensor(kernel.variable)
         counted_labels = tf.where(counted, labels, self.ignore_class)
@@ -307,136 +305,3 @@ def _labels(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
             )
         y_true = tf.squeeze(y_true, -1)
     return to_whole(y_true)
-
-
-def _find(model: Model, name: str | None, output: str) -> keras.layers.Layer:
-    """Returns the layer of this name, or without a name the one that makes the output.
-
-    Raises ValueError if there is none.
-    """
-    layers = model.layers
-    if name is None:
-        # Only layers are taken of which it is known what they compute.
-        candidates = [layer for layer in layers if layer.name == output and _is_known(layer)]
-        if not candidates:
-            candidates = [layer for layer in layers if _is_dense(layer)]
-        problem = (
-            "LinearCrossEntropy finds no Dense layer in the model. Pass head=..., the name of "
-            "the layer that makes the logits; it needs a `kernel` [width, classes]."
-        )
-    else:
-        candidates = [layer for layer in layers if layer.name == name]
-        names = [layer.name for layer in layers]
-        problem = f"head={name!r} names no layer of the model: it has {names}."
-    if not candidates:
-        raise ValueError(problem)
-    return candidates[-1]
-
-
-def _is_known(layer: keras.layers.Layer) -> bool:
-    """Tells if a layer is of a class whose `call` is known, and no user has changed its own."""
-    has_known_class = _is_dense(layer) or _is_reversible(layer) or _is_masked_lm_head(layer)
-    return has_known_class and not is_users(layer, "call")
-
-
-def _is_reversible(layer: keras.layers.Layer) -> bool:
-    if type(layer) in _REVERSIBLE:
-        return True
-    if not isinstance(layer, keras.layers.ReversibleEmbedding):
-        return False
-    return package(type(layer).call) in ("keras", "keras_hub")
-
-
-def _is_masked_lm_head(layer: keras.layers.Layer) -> bool:
-    """Tells if a layer is KerasHub's MaskedLMHead, with layers of its own before the linear one."""
-    return "keras_hub.MaskedLMHead" in kinds(layer) and package(type(layer).call) == "keras_hub"
-
-
-def _is_dense(layer: keras.layers.Layer) -> bool:
-    if type(layer) is fp32_layers.Fp32Dense:
-        return True
-    if {"keras.Dense", "tf_keras.Dense"}.isdisjoint(kinds(layer)):
-        return False
-    return of_keras(type(layer).call)
-
-
-class _Kernel(NamedTuple):
-    """The kernel of a layer."""
-
-    variable: Any  # None if the layer has none
-    is_transposed: bool  # its shape is [V, D], not [D, V]
-
-
-def _kernel(layer: keras.layers.Layer) -> _Kernel:
-    if _is_reversible(layer):
-        if layer.tie_weights:
-            return _Kernel(layer.embeddings, is_transposed=True)
-        return _Kernel(layer.reverse_embeddings, is_transposed=False)
-    if _is_masked_lm_head(layer):
-        if layer.token_embedding is not None:
-            return _kernel(layer.token_embedding)
-        return _Kernel(private.kernel(layer), is_transposed=False)
-    return _Kernel(getattr(layer, "kernel", None), is_transposed=False)
-
-
-def _bias_of(layer: keras.layers.Layer) -> Any:
-    if _is_masked_lm_head(layer):
-        return private.bias(layer)
-    return getattr(layer, "bias", None)
-
-
-def _require_linear(layer: keras.layers.Layer, classes: int | None) -> None:
-    """Raises ValueError unless a layer returns `x @ kernel + bias`, of so many classes."""
-    what = f"The head {layer.name!r} ({type(layer).__name__})"
-    mode = getattr(layer, "quantization_mode", None)
-    if mode is not None:
-        raise ValueError(
-            f"{what} is quantised to {mode}, and LinearCrossEntropy would compute its logits from "
-            f"a kernel that is not quantised. Use {KERAS_LOSS}, or quantise the model after "
-            "training."
-        )
-
-    kernel, is_transposed = _kernel(layer)
-    bias = _bias_of(layer)
-    axis_of_classes = 0 if is_transposed else 1
-    if kernel is None or len(kernel.shape) != 2 or kernel.shape[axis_of_classes] != classes:
-        shape = None if kernel is None else tuple(kernel.shape)
-        raise ValueError(
-            f"{what} has kernel shape {shape}; LinearCrossEntropy needs a `kernel` [width, "
-            f"{classes}], for the model's output of {classes} classes. Pass head=..., the name "
-            "of the layer that makes the logits, or, for a head of several layers other than "
-            f"KerasHub's MaskedLMHead, use {KERAS_LOSS}."
-        )
-
-    function = getattr(layer, "activation", None)
-    is_linear = function is None or known_name(function) in ("keras.linear", "tf_keras.linear")
-    # The loss computes the soft cap of a ReversibleEmbedding, but not the cap that a MaskedLMHead
-    # takes from its token embedding.
-    soft_cap = getattr(getattr(layer, "token_embedding", layer), "logit_soft_cap", None)
-    has_other_cap = soft_cap and not _is_reversible(layer)
-    is_regularised = getattr(layer, "activity_regularizer", None) is not None
-    if not is_linear or has_other_cap or is_regularised:
-        activation = getattr(function, "__name__", function)
-        if not of_keras(function):
-            activation = f"{activation} of your own"
-        raise ValueError(
-            f"{what} has activation={activation!r}, a soft cap of its own or an activity "
-            "regulariser; LinearCrossEntropy needs the plain logits, or the soft cap of a "
-            "ReversibleEmbedding. Leave them out."
-        )
-
-    # The `call` of a user's layer may do more with its kernel than its shape tells.
-    if not _is_known(layer) and not _returns_product(layer, kernel, bias):
-        raise ValueError(
-            f"{what} does not return `x @ kernel + bias`, as LinearCrossEntropy does: use "
-            f"{KERAS_LOSS}."
-        )
-
-
-def _returns_product(layer: keras.layers.Layer, kernel: Any, bias: Any) -> bool:
-    """Tells if a layer returns `x @ kernel + bias` for two random rows, up to its rounding."""
-    hidden = tf.random.stateless_normal([2, kernel.shape[0]], seed=(0, 0))
-    offset = 0.0 if bias is None else bias
-    logits = tf.matmul(hidden, tf.convert_to_tensor(kernel)) + offset
-    returned = tf.cast(layer(hidden), tf.float32)
-    return np.allclose(returned, logits, rtol=0.05, atol=0.05)

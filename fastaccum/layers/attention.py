@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import numbers
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from fastaccum.basics import patches
-from fastaccum.basics.attributes import known_name, of_keras, package
+from fastaccum.basics.attributes import of_keras, package
 from fastaccum.basics.warnings import warn
 from fastaccum.kernels import private, trace_context
 from fastaccum.kernels.attention import attention, attention_implementation
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import HALF, in_xla
+from fastaccum.layers.attention_layers import (
+    AttentionForm,
+    attends,
+    find_hub_form,
+    find_keras_form,
+)
 from fastaccum.layers.attention_masks import Mask, read_mask
+from fastaccum.layers.attention_segments import as_segments
 from fastaccum.layers.interceptors import Interceptor, Role
 
 FlashAttention = Literal["auto"] | bool
@@ -43,60 +49,6 @@ _SHORT_ON_GPU = 2048
 # Reasons why a call is left to the layer.
 _OWN_FORMULA = "a formula of the layer's own"
 _UNREADABLE = "a mask that cannot be read as causal, a window, padding or documents"
-
-
-class _HubLayer(NamedTuple):
-    """Form of a layer whose `_compute_attention` is `softmax(scale * query @ key) @ value`.
-
-    All fields but `scale` are names of attributes of the layer.
-    """
-
-    # each adds to the formula what the kernels lack, if it is set
-    unsupported: tuple[str, ...] = ()
-    dropout: str | None = None  # the Dropout layer of the weights
-    window: str | None = None  # turns on a symmetric window of `sliding_window_size`
-    # computes the factor of the scores
-    scale: Callable[[Any], float] = private.inv_norm_factor
-
-
-def _gemma_scale(layer: Any) -> float:
-    if layer.query_head_dim_normalize:
-        width = layer.head_dim
-    else:
-        width = layer.hidden_dim // layer.num_query_heads
-    return 1 / math.sqrt(width)
-
-
-_WINDOW_FLAG = "use_sliding_window_attention"
-_GEMMA = _HubLayer(dropout="dropout_layer", window=_WINDOW_FLAG, scale=_gemma_scale)
-# Keras's own with dropout; those without call `dot_product_attention`.
-_KERAS_LAYERS = {
-    keras.layers.MultiHeadAttention: _HubLayer(
-        dropout=private.dropout_layer.name, scale=private.inverse_sqrt_key_dim
-    ),
-    keras.layers.GroupQueryAttention: _HubLayer(
-        dropout=private.dropout_layer.name, scale=private.inverse_sqrt_head_dim
-    ),
-}
-# By module and class. Llama's also serves Llama 3; windows of Mistral and Mixtral come in the mask.
-_HUB_LAYERS = {
-    "llama.llama_attention.LlamaAttention": _HubLayer(),
-    "mistral.mistral_attention.CachedMistralAttention": _HubLayer(),
-    "mixtral.mixtral_attention.CachedMixtralAttention": _HubLayer(),
-    "phi3.phi3_attention.Phi3Attention": _HubLayer(),
-    "smollm3.smollm3_layers.SmolLM3Attention": _HubLayer(),
-    "gpt_neo_x.gpt_neo_x_attention.GPTNeoXAttention": _HubLayer(
-        dropout=private.attn_dropout_layer.name
-    ),
-    "qwen.qwen_attention.QwenAttention": _HubLayer(window=_WINDOW_FLAG),
-    "qwen_moe.qwen_moe_attention.QwenMoeAttention": _HubLayer(window=_WINDOW_FLAG),
-    "qwen3.qwen3_attention.Qwen3Attention": _HubLayer(window="sliding_window_size"),
-    "qwen3_moe.qwen3_moe_attention.Qwen3MoeAttention": _HubLayer(window="sliding_window_size"),
-    "gemma.gemma_attention.CachedGemmaAttention": _GEMMA,
-    "gemma3.gemma3_attention.CachedGemma3Attention": _GEMMA._replace(
-        unsupported=("use_bidirectional_attention",)
-    ),
-}
 
 
 class _NotFused(Exception):
@@ -134,7 +86,7 @@ class FusedAttention:
         for layer in layers:
             has_formula = private.compute_attention.exists(layer)
             method = private.compute_attention.name if has_formula else "call"
-            if hasattr(layer, "path") and (has_formula or _attends(layer)):
+            if hasattr(layer, "path") and (has_formula or attends(layer)):
                 compute = functools.partial(self._form, layer)
                 forms.append(Interceptor(layer, method, compute, Role.FORM))
 
@@ -153,8 +105,8 @@ class FusedAttention:
         self._layer = layer
         self._noted = False
         try:
-            keras_form = _keras_form(layer)
-            form = _hub_form(layer) or keras_form
+            keras_form = find_keras_form(layer)
+            form = find_hub_form(layer) or keras_form
             if form is not None:
                 try:
                     output = self._compute(layer, form, *args, **kwargs)
@@ -179,7 +131,7 @@ class FusedAttention:
     def _compute(
         self,
         layer: Any,
-        kind: _HubLayer,
+        kind: AttentionForm,
         query: tf.Tensor,
         key: tf.Tensor,
         value: tf.Tensor,
@@ -328,8 +280,9 @@ class FusedAttention:
         segments = None
         sees_any = None
         if has_segments:
+            _require_free_ids(parts)
             rows = tf.shape(query)[0]
-            segments, sees_any = _as_segments(parts, rows, query.shape[1], key.shape[1])
+            segments, sees_any = as_segments(parts, rows, query.shape[1], key.shape[1])
         scale = None if scale is None else float(scale)
         options: dict[str, Any] = {
             "causal": causal,
@@ -365,46 +318,6 @@ class FusedAttention:
         if parts.after is not None and queries != keys:
             raise _NotFused(f"a causal mask of {queries} queries and {keys} keys")
         return parts
-
-
-# The methods of a layer that make up its formula.
-_FORMULA = (private.compute_attention.name, private.masked_softmax.name)
-
-
-def _attends(layer: keras.layers.Layer) -> bool:
-    """Tells by name if a layer of Keras's or KerasHub's has attention of another kind."""
-    owner, _, name = known_name(type(layer)).partition(".")
-    return owner in ("keras", "keras_hub") and "Attention" in name and "Mask" not in name
-
-
-def _hub_form(layer: Any) -> _HubLayer | None:
-    """Returns the form of a layer of KerasHub's; None if a subclass changed a part."""
-    kind = type(layer)
-    bases = [base for base in kind.__mro__ if private.compute_attention.name in vars(base)]
-    if not bases:
-        return None
-    base = bases[0]  # whose `_compute_attention` the layer has
-
-    is_unchanged = all(getattr(kind, name, None) is getattr(base, name, None) for name in _FORMULA)
-    if not is_unchanged or package(base) != "keras_hub":
-        return None
-    _, _, name_in_hub = f"{base.__module__}.{base.__qualname__}".partition(".src.models.")
-    return _HUB_LAYERS.get(name_in_hub)
-
-
-def _keras_form(layer: Any) -> _HubLayer | None:
-    """Returns the form of a layer of Keras's with dropout; None if a subclass changed a part."""
-    kind = type(layer)
-    for base, form in _KERAS_LAYERS.items():
-        is_unchanged = all(getattr(kind, name, None) is getattr(base, name) for name in _FORMULA)
-        if not is_unchanged or not layer.dropout:
-            continue
-        softmax_kind = type(private.softmax(layer))
-        dropout_kind = type(private.dropout_layer(layer))
-        if softmax_kind is keras.layers.Softmax and dropout_kind is keras.layers.Dropout:
-            return form
-        return None
-    return None
 
 
 def _make_causal_mask(call: Call, query: tf.Tensor, value: tf.Tensor | None = None) -> tf.Tensor:
@@ -462,77 +375,17 @@ def _require_many_tokens(query: tf.Tensor, key: tf.Tensor, dropout_rate: float) 
         raise _NotFused(f"dropout, a window or a soft cap, of {most_tokens} tokens at most")
 
 
-def _as_segments(
-    mask: Mask, rows: tf.Tensor, queries: int, keys: int
-) -> tuple[tuple[tf.Tensor, tf.Tensor], tf.Tensor]:
-    """Returns documents and padding as ids of queries and keys, and whether a query sees any key.
-
-    The last is bool [B, T].
-    """
-    if mask.documents is None:
-        query_ids = tf.zeros([1, queries], tf.int32)
-        key_ids = tf.zeros([1, keys], tf.int32)
-    else:
-        query_ids, key_ids = mask.documents
+def _require_free_ids(mask: Mask) -> None:
+    """Raises _NotFused if padding finds no segment id beside those of documents."""
     is_padded = mask.queries is not None or mask.keys is not None
-    if is_padded and query_ids.dtype.size > 4:
+    if not is_padded or mask.documents is None:
+        return
+    query_ids, _ = mask.documents
+    if query_ids.dtype.size > 4:
         raise _NotFused(
             "64-bit segment ids beside padding, which takes a segment id of its own: cast the ids "
             "to int32"
         )
-
-    # Padding takes the ids 1 and 2, so those of documents become multiples of 4.
-    if is_padded and mask.documents is not None:
-        query_ids = 4 * tf.cast(query_ids, tf.int64)
-        key_ids = 4 * tf.cast(key_ids, tf.int64)
-    query_ids = tf.broadcast_to(query_ids, [rows, queries])
-    key_ids = tf.broadcast_to(key_ids, [rows, keys])
-    if mask.queries is not None:
-        query_ids = tf.where(mask.queries, query_ids, 1)
-    if mask.keys is not None:
-        key_ids = tf.where(mask.keys, key_ids, 2)
-    segments = query_ids, key_ids
-
-    # Padding alone needs no places; they stand here because traced programs hold them either way.
-    query_places = tf.range(queries)[:, None]
-    key_places = tf.range(keys)
-    if mask.documents is None:
-        may_see = query_ids == 0
-        is_seen = key_ids == 0
-        return segments, _sees_any_in_band(mask, may_see, is_seen, queries, keys)
-
-    if mask.after is None:
-        is_early_enough = key_places >= 0
-    else:
-        is_early_enough = key_places <= query_places + mask.after
-    is_late_enough: tf.Tensor | bool = True
-    if mask.before is not None:
-        is_late_enough = key_places >= query_places - mask.before
-    is_in_band = is_early_enough & is_late_enough
-    is_same_document = query_ids[:, :, None] == key_ids[:, None]
-    return segments, tf.reduce_any(is_same_document & is_in_band, 2)
-
-
-def _sees_any_in_band(
-    mask: Mask, may_see: tf.Tensor, is_seen: tf.Tensor, queries: int, keys: int
-) -> tf.Tensor:
-    """Returns bool [B, T]: whether a query that may see has a key that is seen within the band.
-
-    The band is from `mask.before` to `mask.after`. Sums over the first keys count those within it,
-    without a matrix of queries and keys.
-    """
-    places = np.arange(queries)
-    starts = np.zeros_like(places)
-    if mask.before is not None:
-        starts = np.maximum(places - mask.before, 0)
-    ends = np.full_like(places, keys)
-    if mask.after is not None:
-        ends = np.minimum(places + mask.after + 1, keys)
-
-    seen_before = tf.cumsum(tf.pad(tf.cast(is_seen, tf.int32), [[0, 0], [1, 0]]), 1)
-    seen_before_end = tf.gather(seen_before, ends, axis=1)
-    seen_before_start = tf.gather(seen_before, starts, axis=1)
-    return may_see & (seen_before_end > seen_before_start)
 
 
 @functools.cache

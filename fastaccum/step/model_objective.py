@@ -17,9 +17,8 @@ from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
-from fastaccum.adapters.scalar_losses import Factor, ScalarLoss, divide_out
+from fastaccum.adapters.scalar_losses import Factor, divide_out
 from fastaccum.basics.attributes import Nest, Variable, raw, restored
-from fastaccum.basics.warnings import warn
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.graphs.traces import COMPILED
 from fastaccum.kernels.shapes import as_float, lengths
@@ -31,6 +30,7 @@ from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
 from fastaccum.step.objective import Objective
 from fastaccum.step.options import Options
 from fastaccum.step.running_state import RunningState
+from fastaccum.step.split_warnings import SplitWarnings
 
 S = TypeVar("S", bound=tuple)  # a nest of scalars
 
@@ -119,12 +119,7 @@ class ModelObjective(Objective):
         self.has_own_metrics = model.overrides("compute_metrics")
         self._require_logits_unused()
 
-        # What mixes rows, with the operation by which it does; a step warns of it where it splits
-        # the rows.
-        self.mixing = {
-            f"The metric {name!r}": operation for name, operation in metrics.mixing.items()
-        }
-        self._unproven_losses = dict(losses.unproven)
+        self.split_warnings = SplitWarnings(model, losses, metrics)
 
         # The terms are the outputs' losses, then each kind of added loss, or what the model
         # computes itself.
@@ -477,7 +472,7 @@ class ModelObjective(Objective):
         """
         micro_batches = sum(trip_count(stack) for stack in stacks)
         if micro_batches * self.losses.replicas > 1:
-            self.warn_of_mixed_rows()
+            self.split_warnings.give()
         self.observe_labels(stacks)
         if not self.has_several_terms:
             return None
@@ -487,35 +482,6 @@ class ModelObjective(Objective):
         any_counts = tf.reduce_any(tf.not_equal(counts.weight_sums, 0.0))
         rows = counts.rows * tf.cast(any_counts, counts.rows.dtype)
         return Totals(self._denominators(counts.weight_sums, counts.factors), rows)
-
-    def warn_of_mixed_rows(self) -> None:
-        """Warns of losses, metrics and layers whose values depend on how an update is split.
-
-        Each warning comes once.
-        """
-        while self.mixing:
-            _warn_of_mixing(*self.mixing.popitem())
-        while self._unproven_losses:
-            _warn_of_scalar(*self._unproven_losses.popitem())
-        row_counter = self.model.effects.row_counter
-        if row_counter:
-            self.model.effects.row_counter = None
-            warn(
-                f"A layer of {self.model.model.name!r} computes with the number of rows in its "
-                f"batch (see {row_counter}). Here that is the number of rows of a micro-batch on "
-                "one replica, and not of the update. Give the layer a number of its own, such as "
-                "batch_size * gradient_accumulation_steps.",
-                UserWarning,
-            )
-        names = self.metrics.of_last_micro_batch
-        if names:
-            self.metrics.of_last_micro_batch = []
-            warn(
-                f"compute_metrics of {self.model.model.name!r} returned {names} as plain numbers, "
-                "so their logs show the last micro-batch alone. To log the whole epoch, update a "
-                "keras.metrics.Mean that the model holds, in place of each.",
-                UserWarning,
-            )
 
     def _denominators(
         self, weight_sums: Sequence[tf.Tensor], factors: Sequence[Factor]
@@ -753,36 +719,6 @@ def _targets(batch: Batch) -> Nest:
     if not tf.nest.flatten(batch.y):
         return None
     return batch.y
-
-
-def _warn_of_mixing(what: str, operation: str) -> None:
-    """Warns of a loss or a metric in which an operation mixes rows."""
-    warn(
-        f"{what} may be no sum or mean over the rows of a batch, each on its own: operation "
-        f"{operation!r} may mix them. The value is computed for each micro-batch and averaged; "
-        "where rows are mixed, that is not the value for the whole batch. For a mean over some "
-        "rows or tokens, pass a Keras loss or metric with reduction='mean_with_sample_weight', "
-        "and sample_weight=0 for the others. A comparison of rows compares the batch_size rows "
-        "of one micro-batch.",
-        UserWarning,
-    )
-
-
-def _warn_of_scalar(output: str, scalar: ScalarLoss) -> None:
-    """Warns of a loss that is one number for a batch, and may not follow from its parts'."""
-    combined = "averaged by their rows"
-    if scalar.kind == "sum":
-        combined = "added up"
-    warn(
-        f"The loss of output {output!r} is one number for a whole batch, and may be no mean or "
-        f"sum over its rows, each on its own: see operation {scalar.unproven!r}. The values of "
-        f"micro-batches are {combined}, which is then not the value for the whole batch. If it "
-        "is a quotient of two sums, as a masked mean is, `return loss_sum, weight_sum`, the "
-        "pair of them, and it is exact. Or return one loss per row or token, as Keras's Dice "
-        "and Tversky do with axis=(1, 2, ...). A comparison of rows compares the batch_size "
-        "rows of one micro-batch.",
-        UserWarning,
-    )
 
 
 def _rows(batch: Batch, axes: int = 1) -> tf.Tensor:

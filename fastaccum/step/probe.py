@@ -17,7 +17,8 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     """Traces one micro-batch of a model that computes losses or metrics itself.
 
     A step of several micro-batches warns of losses that are no sum or mean over rows. The names of
-    these losses are returned, and `objective.mixing` holds the operation that mixes rows in each.
+    these losses are returned, and `objective.split_warnings` holds the operation that mixes rows in
+    each.
     Nothing is traced for a model that computes neither.
 
     Args:
@@ -29,7 +30,7 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
             variables which no step could restore.
     """
     for output, operation in objective.losses.mixing.items():
-        objective.mixing[f"The loss of output {output!r}"] = operation
+        objective.split_warnings.mixing[f"The loss of output {output!r}"] = operation
     outputs = [*objective.losses.mixing, *objective.losses.unproven]
     names = [f"the loss of output {output!r}" for output in outputs]
     if (
@@ -72,7 +73,7 @@ def probe(objective: ModelObjective, sample: Batch) -> list[str]:
     mixing_op = _find_mixing_op(objective, training_trace)
     if mixing_op is not None:
         model_name = type(objective.model.model).__name__
-        objective.mixing[f"A loss that {model_name} computes itself"] = mixing_op
+        objective.split_warnings.mixing[f"A loss that {model_name} computes itself"] = mixing_op
         names.append(f"a loss of {model_name}'s own")
     return names
 

@@ -107,7 +107,7 @@ class UpdateByMicroBatch:
         """
         objective = self._objective
         if self._held is None:
-            objective.warn_of_mixed_rows()
+            objective.split_warnings.give()
             self._held = HeldSums(self._cycle)
         counts = None
         if objective.has_several_terms:

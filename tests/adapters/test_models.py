@@ -11,7 +11,6 @@ from oracle import keras_steps
 
 import fastaccum as fa
 from fastaccum.adapters import added_losses
-from fastaccum.families import adapt_model
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(20, 6)).astype("float32")
@@ -100,14 +99,6 @@ def test_mixed_precision_keeps_variables_in_float32(policy):
     assert {v.dtype for v in model.variables} == {"float32"}
     assert trainer.predict(X, verbose=0).dtype == policy.removeprefix("mixed_")
     assert history.history["loss"][1] < history.history["loss"][0]
-
-
-def test_compute_dtype_is_the_lowest_of_any_layer():
-    model = keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(2, dtype="mixed_float16"), keras.layers.Dense(1)]
-    )
-    assert adapt_model(model).compute_dtype == "float16"
-    assert adapt_model(functional()).compute_dtype == "float32"
 
 
 def test_adopting_leaves_no_metric_twice():

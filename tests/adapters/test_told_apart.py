@@ -23,6 +23,7 @@ from fastaccum.adapters import (
     added_losses,
     callbacks,
     head,
+    head_layers,
     label_metrics,
     layer_kinds,
     loss_kinds,
@@ -34,7 +35,7 @@ from fastaccum.data import passes
 from fastaccum.families import adapt_model, adapt_optimizer
 from fastaccum.fingerprint.objects import describe
 from fastaccum.kernels import norms, private
-from fastaccum.layers import attention, blocks, forms, lookups
+from fastaccum.layers import attention_layers, blocks, forms, lookups
 from fastaccum.legacy import huggingface, untouched_rows
 from fastaccum.legacy.tf_keras_models import TFKerasModel
 
@@ -351,8 +352,8 @@ PLACES = {
         [private.get_loss(wrapped(keras.losses.sparse_categorical_crossentropy), None, None)],
         [subclass(keras.losses.SparseCategoricalCrossentropy)(from_logits=True, name="mine")],
     ),
-    "head._is_dense": (
-        head._is_dense,
+    "head_layers.is_dense": (
+        head_layers.is_dense,
         [
             impostor("Dense")(),
             impostor("Dense", module="tf_keras.src.layers")(),
@@ -360,21 +361,21 @@ PLACES = {
         ],
         [subclass(KERAS.Dense)(1), subclass(TF_KERAS.Dense)(1)],
     ),
-    "head._is_reversible": (
-        head._is_reversible,
+    "head_layers.is_reversible": (
+        head_layers.is_reversible,
         [
             impostor("ReversibleEmbedding")(),
             subclass(KERAS.ReversibleEmbedding, call=own_call)(3, 2),
         ],
         [subclass(KERAS.ReversibleEmbedding)(3, 2)],
     ),
-    "head._is_masked_lm_head": (
-        head._is_masked_lm_head,
+    "head_layers.is_masked_lm_head": (
+        head_layers.is_masked_lm_head,
         [impostor("MaskedLMHead", module="keras_hub.src.layers")()],
         [],
     ),
     "head, a linear activation": (
-        lambda layer: head._require_linear(built(layer), 3) or True,
+        lambda layer: head_layers.require_linear(built(layer), 3) or True,
         [KERAS.Dense(3, linear), KERAS.Dense(3, wrapped(keras.activations.linear))],
         [KERAS.Dense(3, keras.activations.linear), KERAS.Dense(3), TF_KERAS.Dense(3)],
     ),
@@ -507,13 +508,13 @@ PLACES = {
         [impostor("EarlyStopping", keras.callbacks.Callback, "keras.src.callbacks")()],
         [subclass(keras.callbacks.EarlyStopping)()],
     ),
-    "attention._attends": (
-        attention._attends,
+    "attention_layers.attends": (
+        attention_layers.attends,
         [impostor("Attention", module="keras.src.layers.attention")()],
         [KERAS.Attention(name="mine"), KERAS.AdditiveAttention()],
     ),
-    "attention._hub_form": (
-        lambda layer: attention._hub_form(layer) is not None,
+    "attention_layers.find_hub_form": (
+        lambda layer: attention_layers.find_hub_form(layer) is not None,
         [
             impostor(
                 "LlamaAttention",
@@ -570,14 +571,18 @@ def test_an_impostor_is_told_from_an_original(name):
 def test_originals_of_keras_hub_are_known():
     keras_hub = pytest.importorskip("keras_hub")
     made = type("Mine", (keras_hub.layers.MaskedLMHead,), {})(vocabulary_size=4, name="mine")
-    assert head._is_masked_lm_head(made)
+    assert head_layers.is_masked_lm_head(made)
     assert label_metrics.find_values(
         type("Mine", (keras_hub.metrics.Perplexity,), {})(from_logits=True), -100
     )
     assert package(keras_hub.layers.ReversibleEmbedding) == "keras_hub"
-    assert head._is_reversible(type("Mine", (keras_hub.layers.ReversibleEmbedding,), {})(3, 2))
+    assert head_layers.is_reversible(
+        type("Mine", (keras_hub.layers.ReversibleEmbedding,), {})(3, 2)
+    )
     llama = pytest.importorskip("keras_hub.src.models.llama.llama_attention")
-    assert attention._hub_form(type("Mine", (llama.LlamaAttention,), {})(2, 2)) is not None
+    assert (
+        attention_layers.find_hub_form(type("Mine", (llama.LlamaAttention,), {})(2, 2)) is not None
+    )
 
 
 # Reads of `__name__`, `__module__` and `__qualname__`, but in the text of an error or a warning, by
@@ -589,7 +594,7 @@ PLACES_WITH_NAMES = {
     "kernels/origins.py:_is_defined_in": (
         "tells a class that a function made, whose methods' globals decide"
     ),
-    "fastaccum/layers/attention.py:_hub_form": (
+    "fastaccum/layers/attention_layers.py:find_hub_form": (
         "a key, of a class that is KerasHub's by `package`"
     ),
     "fastaccum/legacy/huggingface.py:_loss_class": (
@@ -633,7 +638,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/basics/warnings.py:_is_inner": "of a frame's globals: which line a warning names",
     # Values of messages, which are made apart from their text.
     "fastaccum/adapters/added_losses.py:require_sum_over_rows": "a message",
-    "fastaccum/adapters/head.py:_require_linear": "a message",
+    "fastaccum/adapters/head_layers.py:require_linear": "a message",
     "fastaccum/adapters/loss_kinds.py:loss_name": "a message",
     "fastaccum/adapters/own_loss.py:OwnLoss.__init__": "a message",
     "fastaccum/adapters/own_methods.py:_overriding": "a message",

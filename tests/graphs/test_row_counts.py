@@ -10,7 +10,6 @@ import pytest
 import tensorflow as tf
 
 import fastaccum as fa
-from fastaccum.adapters import layer_kinds
 from fastaccum.data.stacks import Batch
 from fastaccum.graphs import row_counts, traces
 
@@ -354,13 +353,6 @@ def test_layers_are_told_of_once_however_often_the_step_is_traced():
         sum("computes with the number of rows in its batch" in str(each.message) for each in caught)
         == 1
     )
-
-
-def test_layers_of_tf_keras_do_not_count_rows():
-    tf_keras = pytest.importorskip("tf_keras")
-    assert layer_kinds.may_count_rows(Root())
-    assert not layer_kinds.may_count_rows(tf_keras.layers.BatchNormalization())
-    assert not layer_kinds.may_count_rows(tf_keras.layers.LSTM(2))
 
 
 def test_layers_whose_batch_is_the_update_need_no_word():

@@ -534,17 +534,6 @@ def test_no_two_documents_of_large_ids_become_one(monkeypatch, padding):
     assert largest_difference(weights, whole) < 2e-7
 
 
-def test_the_graph_of_documents_holds_no_matrix_of_tokens():
-    """Holds no matrix of tokens as a constant, which would take seconds to trace."""
-
-    @tf.function(autograph=False)
-    def segments(ids):
-        return adapter._as_segments(Mask(after=0, documents=(ids, ids)), 2, 4096, 4096)
-
-    graph = segments.get_concrete_function(tf.TensorSpec([2, 4096], tf.int32)).graph
-    assert graph.as_graph_def().ByteSize() < 2**16
-
-
 @pytest.mark.parametrize(
     "compare", [keras.ops.not_equal, lambda a, b: abs(a - b) < 2], ids=["others", "neighbours"]
 )
