@@ -6,7 +6,7 @@ from .adapters.head import LinearCrossEntropy as LinearCrossEntropy
 from .checkpoint.signals import Preempted as Preempted
 from .layers.remat import remat as remat
 from .memory.errors import OutOfMemoryError as OutOfMemoryError
-from .memory.planner import Plan as Plan
+from .memory.plan import Plan as Plan
 from .memory.summary import Summary as Summary
 from .planning import plan as plan
 from .step.guards import NonFiniteError as NonFiniteError

@@ -6,7 +6,7 @@ from typing import Literal
 
 from fastaccum.basics import arguments
 from fastaccum.distribute import workers
-from fastaccum.memory.planner import Plan
+from fastaccum.memory.plan import Plan
 from fastaccum.trainer import Trainer
 from fastaccum.training.fit import Verbose
 

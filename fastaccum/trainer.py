@@ -18,7 +18,7 @@ from fastaccum.basics import arguments
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.distribute import workers
 from fastaccum.layers.attention import FlashAttention
-from fastaccum.memory.planner import Plan
+from fastaccum.memory.plan import Plan
 from fastaccum.memory.summary import Summary
 from fastaccum.step import compilable
 from fastaccum.step import compile_cache as compile_caches
@@ -211,7 +211,7 @@ class Trainer:
         if is_made and name in Options.names():
             if name == "loss_scale":
                 value = loss_scales.get(value, self._model.compute_dtype)
-            is_built = self._builder.step is not None
+            is_built = self._builder.engine is not None
             self._options = self._options.replace(name, value, built=is_built)
             value = getattr(self._options, name)
         elif is_made and name in _FIXED and type(self) is Trainer:
@@ -395,8 +395,8 @@ class Trainer:
             options = self._present_options
 
         sample = source.sample
-        step = builder.get_or_build(sample, options)
-        step.objective.losses.require_classes(class_weights)
+        engine = builder.get_or_build(sample, options)
+        engine.objective.losses.require_classes(class_weights)
         stacks = source.stacks(
             builder.training_layout(options),
             schedule.steps_per_epoch,
@@ -415,17 +415,17 @@ class Trainer:
             steps=stacks.steps_per_epoch,
             history=True,
         )
-        if step.elsewhere:
+        if engine.elsewhere:
             callback_list.require_none(
                 "SwapEMAWeights",
                 "which swaps averages on all replicas: pass shard_optimizer=False",
             )
-        say_advice(callback_list, builder, step, options, schedule, stacks)
+        say_advice(callback_list, builder, engine, options, schedule, stacks)
         describe = functools.partial(
             describe_training,
             builder,
             options,
-            step,
+            engine,
             sample,
             stacks,
             callback_list,
@@ -433,7 +433,7 @@ class Trainer:
         )
         return train(
             builder,
-            step,
+            engine,
             stacks,
             callback_list,
             saver,
@@ -675,5 +675,5 @@ class Trainer:
         return Options(**{name: getattr(self, name) for name in Options.names()})
 
     @property
-    def _step(self) -> Engine | None:
-        return self._builder.step
+    def _engine(self) -> Engine | None:
+        return self._builder.engine

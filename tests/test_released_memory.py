@@ -46,10 +46,10 @@ def assert_let_go(train):
 
 def held(trainer):
     """Returns the objects that a trainer holds, in a list that does not hold them."""
-    programs = [each for each in vars(trainer._step).values() if hasattr(each, "trace")]
+    programs = [each for each in vars(trainer._engine).values() if hasattr(each, "trace")]
     return [
         trainer,
-        trainer._step,
+        trainer._engine,
         *programs,
         trainer.model,
         *[v.value for v in trainer.model.variables],

@@ -45,10 +45,10 @@ def counts(trainer):
     objects = gc.get_objects()
     return {
         "traces": sum(
-            p.function.experimental_get_tracing_count() for p in trainer._step.programs.values()
+            p.function.experimental_get_tracing_count() for p in trainer._engine.programs.values()
         ),
-        "programs": len(trainer._step.compiled_execute._calls)
-        + len(trainer._step.compiled_evaluate._calls),
+        "programs": len(trainer._engine.compiled_execute._calls)
+        + len(trainer._engine.compiled_evaluate._calls),
         "graphs": sum(isinstance(each, tf.Graph) for each in objects),
         "functions": sum(isinstance(each, types.FunctionType) for each in objects),
         "tensors": sum(isinstance(each, tf.Tensor) for each in objects),

@@ -64,7 +64,7 @@ def updates(trainer):
 
 
 def traces(trainer):
-    return trainer._step.compiled_execute.function.experimental_get_tracing_count()
+    return trainer._engine.compiled_execute.function.experimental_get_tracing_count()
 
 
 def trainer_of(K, **options):
@@ -514,7 +514,7 @@ def test_no_result_is_read_before_the_next_step_is_dispatched(K, trainer, monkey
     dispatches.
     """
     epochs, origin, events = 2, {}, []
-    step, base = trainer._step, type(tf.constant(0)).__mro__[1]
+    step, base = trainer._engine, type(tf.constant(0)).__mro__[1]
     dispatch, numpy = step.compiled_execute, base._numpy
 
     def dispatching(*stacks):

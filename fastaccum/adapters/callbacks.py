@@ -173,7 +173,7 @@ class Callbacks:
             callbacks = keras.callbacks.CallbackList(
                 listed, history, model=model, verbose=verbose, epochs=epochs, steps=steps
             )
-        self.list = callbacks
+        self.callback_list = callbacks
         if history and private.train_counter.exists(model):
             private.train_counter(model).assign(0)  # as tf_keras's fit does
         shown = verbose != 0 and keras.config.is_interactive_logging_enabled()
@@ -194,12 +194,12 @@ class Callbacks:
 
     def require_none(self, name: str, reason: str) -> None:
         """Raises ValueError if one of the callbacks is of this class."""
-        if any(_is(callback, name) for callback in self.list.callbacks):
+        if any(_is(callback, name) for callback in self.callback_list.callbacks):
             raise ValueError(f"callbacks holds a {name}, {reason}.")
 
     def show_rate(self, rows_per_second: float | None) -> None:
         """Lets the progress line of the epoch that ends tell its rows a second, where known."""
-        for callback in self.list.callbacks:
+        for callback in self.callback_list.callbacks:
             if isinstance(callback, _Progress):
                 callback.rows_per_second = rows_per_second
 
@@ -207,8 +207,8 @@ class Callbacks:
         """Returns the batch-begin and batch-end hooks; logs are made if a callback needs them."""
         begin_name = f"on_{kind}_batch_begin"
         end_name = f"on_{kind}_batch_end"
-        bars = [c for c in self.list.callbacks if _is(c, "ProgbarLogger")]
-        callbacks = [c for c in self.list.callbacks if c not in bars]
+        bars = [c for c in self.callback_list.callbacks if _is(c, "ProgbarLogger")]
+        callbacks = [c for c in self.callback_list.callbacks if c not in bars]
         if self._validates:
             bars = []
         begins = [_hook(c, begin_name) for c in callbacks if _overrides(c, kind, "begin")]

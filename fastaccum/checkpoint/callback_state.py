@@ -41,7 +41,7 @@ class _Stateful(NamedTuple):
 def _stateful(callbacks: Callbacks) -> Iterator[_Stateful]:
     """Yields the callbacks whose state is saved."""
     counts = collections.Counter[str]()
-    for callback in callbacks.list.callbacks:
+    for callback in callbacks.callback_list.callbacks:
         kind = None
         if not hasattr(callback, "get_state"):
             kind = _kind(callback)
@@ -146,7 +146,7 @@ def restore(callbacks: Callbacks, values: dict[str, Json], arrays: dict[str, tf.
 
 def prepare(callbacks: Callbacks) -> None:
     """Readies callbacks for a fit that goes on, before `on_train_begin`."""
-    for callback in callbacks.list.callbacks:
+    for callback in callbacks.callback_list.callbacks:
         kind = _kind(callback)
         if kind == "CSVLogger":
             callback.append = True  # or it would begin its file anew
@@ -164,7 +164,7 @@ def prepare(callbacks: Callbacks) -> None:
 
 def require_one_resume(callbacks: Callbacks) -> None:
     """Raises ValueError if a callback would resume as well."""
-    for callback in callbacks.list.callbacks:
+    for callback in callbacks.callback_list.callbacks:
         keras_classes = [base.__name__ for base in type(callback).__mro__ if of_keras(base)]
         if "BackupAndRestore" in keras_classes:
             raise ValueError(

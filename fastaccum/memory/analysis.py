@@ -25,9 +25,9 @@ from fastaccum.step.engine import Engine
 IN_FLIGHT = 2 + PREFETCH
 
 
-def dispatch_memory(step: Engine, dispatch: Dispatch) -> StepMemory:
+def dispatch_memory(engine: Engine, dispatch: Dispatch) -> StepMemory:
     """Compiles a step for a dispatch of specs; returns the memory it takes of each device."""
-    return measure(step, compile_programs(step.trace(dispatch)))
+    return measure(engine, compile_programs(engine.trace(dispatch)))
 
 
 def compile_programs(
@@ -37,11 +37,11 @@ def compile_programs(
     return [(concrete, hlo_proto(concrete)) for concrete in functions]
 
 
-def measure(step: Engine, programs: list[tuple[ConcreteFunction, HloProto]]) -> StepMemory:
+def measure(engine: Engine, programs: list[tuple[ConcreteFunction, HloProto]]) -> StepMemory:
     """Returns the memory of a step while its largest program runs; the programs run in turn."""
-    layers = {layer.name for layer in step.objective.model.layers}
-    trained = [tuple(variable.shape) for variable in step.cycle.variables]
-    resident_buffers = resident(step)
+    layers = {layer.name for layer in engine.objective.model.layers}
+    trained = [tuple(variable.shape) for variable in engine.cycle.variables]
+    resident_buffers = resident(engine)
 
     moments = []
     for concrete, proto in programs:
@@ -54,11 +54,11 @@ def measure(step: Engine, programs: list[tuple[ConcreteFunction, HloProto]]) -> 
         moments.append(StepMemory(memory_of(proto), not_empty))
 
     # Between the first program and the second, the replicas exchange what the first one has summed.
-    if step.exchanged_bytes and len(programs) > 1:
+    if engine.exchanged_bytes and len(programs) > 1:
         first_program, _ = programs[0]
         data = [buffer for buffer in _arguments(first_program) if buffer.kind == "data"]
-        exchanged = Buffer(step.exchanged_bytes, "accumulators", "", "exchanged by replicas")
-        memory_plan = MemoryAnalysis(0, 0, 0, step.exchanged_bytes)
+        exchanged = Buffer(engine.exchanged_bytes, "accumulators", "", "exchanged by replicas")
+        memory_plan = MemoryAnalysis(0, 0, 0, engine.exchanged_bytes)
         moments.append(StepMemory(memory_plan, (*resident_buffers, *data, exchanged)))
 
     return max(moments, key=lambda moment: moment.peak_bytes)
@@ -93,12 +93,12 @@ def _bytes_of_variables(variables: Iterable[Variable]) -> int:
     return sum(_bytes(raw(variable).shape, raw(variable).dtype) for variable in variables)
 
 
-def bytes_at_most(step: Engine, functions: Iterable[ConcreteFunction]) -> int | None:
+def bytes_at_most(engine: Engine, functions: Iterable[ConcreteFunction]) -> int | None:
     """Bounds `measure` from above as if no result were freed; None if a size is unknown.
 
     Nothing is compiled.
     """
-    total = resident_bytes(step) + step.exchanged_bytes
+    total = resident_bytes(engine) + engine.exchanged_bytes
     for concrete in functions:
         computed_bytes = _computed(concrete)
         if computed_bytes is None:
@@ -196,11 +196,11 @@ def _list_elements(node: tf.compat.v1.NodeDef, constants: Mapping[str, object]) 
     return 2 * int(length) * math.prod(element_shape.tolist())
 
 
-def limit_of(step: Engine, memory: DeviceMemory) -> int:
+def limit_of(engine: Engine, memory: DeviceMemory) -> int:
     """Returns what a built step's `peak_bytes` may reach: free memory and that of its variables."""
     if memory.source == LIMIT:
         return memory.total
-    return memory.free // step.sharing + resident_bytes(step)
+    return memory.free // engine.sharing + resident_bytes(engine)
 
 
 def specs(sample: Batch, rows: int) -> Batch:
@@ -234,10 +234,10 @@ def dispatch_of(sample: Batch, rows: int, accumulation: int) -> Dispatch:
     return Dispatch((stacked(micro_batch, accumulation),))
 
 
-def resident(step: Engine) -> list[Buffer]:
+def resident(engine: Engine) -> list[Buffer]:
     """Lists what stays in memory: the variables of the model, the optimizer and the step's sums."""
-    objective = step.objective
-    cycle = step.cycle
+    objective = engine.objective
+    cycle = engine.cycle
     buffers: dict[int, Buffer] = {}  # by the variable's identity, since a model may share weights
 
     def add(kind: Kind, variables: Iterable[keras.Variable | tf.Variable]) -> None:
@@ -251,14 +251,14 @@ def resident(step: Engine) -> list[Buffer]:
 
     add("weights", objective.model.variables)
     add("weights", cycle.trained)
-    elsewhere = step.elsewhere
+    elsewhere = engine.elsewhere
     add("optimizer slots", [v for v in cycle.optimizer.variables if id(v) not in elsewhere])
-    add("other", [*step.running.variables, *objective.state])
+    add("other", [*engine.running.variables, *objective.state])
     return list(buffers.values())
 
 
-def resident_bytes(step: Engine) -> int:
-    return sum(buffer.bytes for buffer in resident(step))
+def resident_bytes(engine: Engine) -> int:
+    return sum(buffer.bytes for buffer in resident(engine))
 
 
 def _arguments(concrete: ConcreteFunction) -> Iterator[Buffer]:

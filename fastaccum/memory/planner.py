@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from rich.console import Console
-from rich.table import Table
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.basics.attributes import replaced
@@ -31,9 +28,8 @@ from fastaccum.memory.analysis import (
 )
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import OutOfMemoryError, explain, in_units
+from fastaccum.memory.plan import Considered, Plan, Policy, format_rows
 from fastaccum.step.engine import Engine
-
-Policy = str | Sequence[str] | None  # of `fastaccum.remat`
 
 # The policies of recomputation that a plan tries, the cheapest first: none; all but products with
 # weights; all but attention; everything.
@@ -47,129 +43,6 @@ RECOMPUTED: tuple[Policy, ...] = (
 # Without a limit of the user's, a plan fills at most this share of a device's memory, since
 # allocators leave gaps.
 SHARE_TO_FILL = 0.95
-
-
-class Considered(NamedTuple):
-    """A micro-batch that was compiled for a plan, or that plainly fits without."""
-
-    batch_size: int  # rows, on all replicas together
-    accumulation_steps: int  # micro-batches that make the global batch
-    recompute: Policy  # of `fastaccum.remat`; None for the model as it is
-    peak_bytes: int  # the most that each device would hold
-    fits: bool  # whether the peak is within the limit
-    flops: int = 0  # floating point operations of a train step's matrix products and convolutions
-    # If false, the peak is a bound: what a step would hold if no result were ever freed.
-    compiled: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The micro-batch that `fastaccum.plan` chose. As text it is a table of those considered.
-
-    Attributes:
-        batch_size: rows of a micro-batch, as `fit` takes it: on all replicas together.
-        accumulation_steps: micro-batches in an update; times `batch_size` the global batch.
-        recompute: the policy to pass to `fastaccum.remat`; None where nothing need be recomputed.
-        peak_bytes: the most that each device will hold, as XLA planned it; a bound where nothing
-            was compiled.
-        extra_flops: the share of arithmetic that `recompute` adds to a train step: 0.3 for 30%
-            more.
-        memory_limit: bytes that each device was allowed.
-        compilations: programs that were compiled for the plan.
-        seconds: time that the plan took.
-        considered: the micro-batches that were looked at, in this order.
-    """
-
-    batch_size: int
-    accumulation_steps: int
-    recompute: Policy
-    peak_bytes: int
-    extra_flops: float
-    memory_limit: int
-    compilations: int
-    seconds: float
-    considered: tuple[Considered, ...]
-
-    @property
-    def summary(self) -> str:
-        """The choice, in one line."""
-        micro_batches = f"{self.accumulation_steps} micro-batch"
-        if self.accumulation_steps > 1:
-            micro_batches += "es"
-        rows = _format_rows(self.batch_size * self.accumulation_steps)
-
-        recompute = ""
-        if self.recompute:
-            recompute = f", recompute={self.recompute!r} ({self.extra_flops:+.0%} arithmetic)"
-
-        peak = in_units(self.peak_bytes)
-        if self.compilations == 0:
-            peak = f"at most {peak}"
-
-        programs = f"{self.compilations} program"
-        if self.compilations != 1:
-            programs += "s"
-
-        return (
-            f"batch_size={self.batch_size} x {micro_batches} = {rows}{recompute}: "
-            f"{peak} of {in_units(self.memory_limit)} "
-            f"({programs} compiled, {self.seconds:.0f} s)"
-        )
-
-    def __repr__(self) -> str:
-        """Returns the table: notebooks show it for a plan on a cell's last line."""
-        return str(self)
-
-    def __str__(self) -> str:
-        table = Table(box=None, pad_edge=False)
-        for column in ("batch_size", "micro-batches", "peak", "of the limit"):
-            table.add_column(column, justify="right")
-        table.add_column("")
-
-        # A column of policies would say nothing in a plan that recomputes nothing.
-        shows_policies = any(considered.recompute for considered in self.considered)
-        for considered in sorted(self.considered, key=_place_in_table):
-            note = self._verdict(considered)
-            if shows_policies:
-                note += f"  {considered.recompute or 'as it is'}"
-            table.add_row(
-                f"{considered.batch_size:,}",
-                f"{considered.accumulation_steps:,}",
-                in_units(considered.peak_bytes),
-                f"{considered.peak_bytes / self.memory_limit:.0%}",
-                note,
-            )
-        return f"{render(table)}\n{self.summary}"
-
-    def _verdict(self, considered: Considered) -> str:
-        """Tells what came of a micro-batch: chosen, too large, or "" for one that fits too."""
-        has_chosen_size = considered.batch_size == self.batch_size
-        if has_chosen_size and considered.recompute == self.recompute:
-            return "chosen"
-        if considered.fits:
-            return ""
-        return "does not fit"
-
-
-def _place_in_table(considered: Considered) -> tuple[bool, str, int]:
-    """Returns what a plan's table is sorted by: models as they are come before recomputed ones."""
-    return bool(considered.recompute), str(considered.recompute), considered.batch_size
-
-
-def _format_rows(rows: int) -> str:
-    if rows == 1:
-        return "1 row"
-    return f"{rows:,} rows"
-
-
-def render(table: Table) -> str:
-    """Renders a table as plain text of 100 columns."""
-    console = Console(
-        width=100, force_terminal=False, force_jupyter=False, markup=False, emoji=False
-    )
-    with console.capture() as printed:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
 
 def divisors(number: int, multiple_of: int = 1, at_most: int | None = None) -> list[int]:
@@ -222,7 +95,7 @@ class Planner:
     """Plans the micro-batches of one step, and notes what each program would take.
 
     Args:
-        step: compiled for each size that is tried.
+        engine: its step is compiled for each size that is tried.
         sample: specs of a micro-batch.
         global_batch_size: rows of an update.
         replicas: share each micro-batch; None for one device.
@@ -235,7 +108,7 @@ class Planner:
 
     def __init__(
         self,
-        step: Engine,
+        engine: Engine,
         sample: Batch,
         global_batch_size: int,
         *,
@@ -245,14 +118,14 @@ class Planner:
         bound_suffices: bool = False,
     ):
         self._bound_suffices = bound_suffices and not has_gpu()
-        self._step = step
+        self._engine = engine
         self._sample = sample
         self._global_batch = global_batch_size
         self._replicas = replicas
         self._dispatched = dispatched
         self._verbose = bool(verbose)
         self._stacks = [
-            layer for layer in step.objective.model.layers if isinstance(layer, LayerStack)
+            layer for layer in engine.objective.model.layers if isinstance(layer, LayerStack)
         ]
         self._started = time.monotonic()
         self._limit = 0
@@ -275,7 +148,7 @@ class Planner:
             with contextlib.ExitStack() as scope:
                 try:
                     scope.enter_context(self._recomputing(policy))
-                    scope.enter_context(self._step.temporary_retrace())
+                    scope.enter_context(self._engine.temporary_retrace())
                     # Nothing fitted under the policies before this one. Under it even the smallest
                     # micro-batch may be too large, and then so are all others.
                     may_fit = number == 0 or self._peak(policy, smallest) <= self._limit
@@ -297,8 +170,8 @@ class Planner:
         Raises:
             ValueError: raised if the policy would do nothing.
         """
-        model = self._step.objective.model.model
-        uses_xla = self._step.objective.options.uses_xla
+        model = self._engine.objective.model.model
+        uses_xla = self._engine.objective.options.uses_xla
         if policy and not self._stacks and not uses_xla:
             raise ValueError(
                 "The step runs without XLA, where no block is computed again: try jit_compile=True."
@@ -321,7 +194,7 @@ class Planner:
         if self._replicas is not None:
             devices = self._replicas.devices
         memories = [device.available(name) for name in devices]
-        limit = min(limit_of(self._step, memory) for memory in memories)
+        limit = min(limit_of(self._engine, memory) for memory in memories)
         if memories[0].source == device.LIMIT:  # the user's own, which is meant as it is
             return limit
         return int(SHARE_TO_FILL * limit)
@@ -366,7 +239,7 @@ class Planner:
 
     def _trace(self, rows: int) -> list[ConcreteFunction]:
         micro_batches = self._global_batch // rows
-        return self._step.trace(dispatch_of(self._sample, rows, micro_batches))
+        return self._engine.trace(dispatch_of(self._sample, rows, micro_batches))
 
     def _bound(self, rows: int) -> int | None:
         """Bounds what a device would hold if no result were ever freed; None if it is not known.
@@ -376,7 +249,7 @@ class Planner:
         # Workers exchange numbers only. The smallest that does not fit stands for an unknown bound.
         unknown = self._limit + 1
         bytes_of_dispatch = unknown
-        bytes_of_step = bytes_at_most(self._step, self._trace(rows))
+        bytes_of_step = bytes_at_most(self._engine, self._trace(rows))
         if bytes_of_step is not None:
             bytes_of_dispatch = self._dispatched * bytes_of_step
 
@@ -390,13 +263,13 @@ class Planner:
         if self._verbose:
             number = len(self._considered) + 1
             print(
-                f"plan: compiling program {number}, micro-batches of {_format_rows(rows)}",
+                f"plan: compiling program {number}, micro-batches of {format_rows(rows)}",
                 file=sys.stderr,
                 flush=True,
             )
 
         programs = compile_programs(self._trace(rows))
-        memory = measure(self._step, programs)
+        memory = measure(self._engine, programs)
         flops = cost.count(proto for _, proto in programs).flops
 
         # A dispatch of several train steps holds the data of all of them.
@@ -481,6 +354,6 @@ class Planner:
             advice.append(
                 "recompute='auto' looks for the activations that it is enough to compute again."
             )
-        advice += self._step.advice
-        outputs = self._step.objective.losses.outputs
+        advice += self._engine.advice
+        outputs = self._engine.objective.losses.outputs
         return explain(message, memory, self._limit, outputs, more=advice)

@@ -17,7 +17,7 @@ from fastaccum.data.stacks import Batch, Layout
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import head_advice, in_units
-from fastaccum.memory.planner import render
+from fastaccum.memory.plan import render
 from fastaccum.step.engine import Engine
 
 # The number of the largest buffers that the table names.
@@ -132,7 +132,7 @@ class Summary:
             yield "compiled so far", "none"
 
 
-def summary(step: Engine, sample: Batch, layout: Layout) -> Summary:
+def summary(engine: Engine, sample: Batch, layout: Layout) -> Summary:
     """Compiles a step for micro-batches like the sample, and runs nothing.
 
     The sample has the specs of all replicas' rows together.
@@ -147,21 +147,21 @@ def summary(step: Engine, sample: Batch, layout: Layout) -> Summary:
     local_replicas = len(range(layout.replicas)[layout.shards])
 
     # Tracing the step notes anew what computes each attention layer.
-    attention = step.objective.attention
+    attention = engine.objective.attention
     if attention is not None:
         attention.choices.clear()
-    uses_xla = step.objective.options.uses_xla  # without XLA, the figures are still those with it
+    uses_xla = engine.objective.options.uses_xla  # without XLA, the figures are still those with it
     dispatch = analysis.dispatch_of(sample, rows * local_replicas, layout.accumulation)
-    with step.temporary_retrace():
-        programs = analysis.compile_programs(step.trace(dispatch))
+    with engine.temporary_retrace():
+        programs = analysis.compile_programs(engine.trace(dispatch))
     choices = {}
     if attention is not None:
         choices = dict(attention.choices)
 
     total = cost.count(proto for _, proto in programs)
-    memory = analysis.measure(step, programs)
-    model = step.objective.model.model
-    trained = step.cycle.trained
+    memory = analysis.measure(engine, programs)
+    model = engine.objective.model.model
+    trained = engine.cycle.trained
     trained_ids = {id(variable) for variable in trained}
     frozen = [variable for variable in model.weights if id(variable) not in trained_ids]
     return Summary(
@@ -175,9 +175,9 @@ def summary(step: Engine, sample: Batch, layout: Layout) -> Summary:
         flops=total.flops,
         at_least=total.at_least,
         memory=memory,
-        programs=_list_compiled(step),
+        programs=_list_compiled(engine),
         attention=choices,
-        advice=tuple(head_advice(memory, step.objective.losses.outputs)),
+        advice=tuple(head_advice(memory, engine.objective.losses.outputs)),
     )
 
 
@@ -185,10 +185,10 @@ def _count_parameters(variables: Iterable[Variable]) -> int:
     return sum(math.prod(variable.shape) for variable in variables)
 
 
-def _list_compiled(step: Engine) -> tuple[Compiled, ...]:
+def _list_compiled(engine: Engine) -> tuple[Compiled, ...]:
     """Lists the programs that the step has run, one for each signature of their inputs."""
     compiled = []
-    for name, program in step.programs.items():
+    for name, program in engine.programs.items():
         for signature, seconds in program.seconds.items():
             shapes = [shape for shape in signature.shapes if shape]
             compiled.append(Compiled(name, tuple(shapes), seconds))

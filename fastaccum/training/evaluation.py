@@ -37,14 +37,14 @@ class Evaluation:
         if steps is not None and isinstance(data, source.DatasetSource):
             data.read_at_most(steps * passes)
         self._builder = builder
-        self._step = builder.get_or_build(data.sample, options)
+        self._engine = builder.get_or_build(data.sample, options)
         # With `steps`, a dispatch has one micro-batch, so that a pass can end after any of them.
         micro_batches = 1
         if steps is None:
             micro_batches = options.gradient_accumulation_steps * options.steps_per_execution
         self._stacks = data.stacks(builder.evaluation_layout(options, micro_batches), steps, passes)
         self._sample = data.sample
-        self._model = self._step.objective.model.model
+        self._model = self._engine.objective.model.model
         self._read_once = data.read_once
         self._passes_left: Iterator[Iterator[Dispatch]] = iter(())  # of data that is read once
         self._size = self._stacks.layout.accumulation  # batches in a dispatch
@@ -53,31 +53,31 @@ class Evaluation:
         if dispatches is not None:
             self.batches = dispatches * self._size
 
-    def __call__(self, hooks: Callbacks) -> dict[str, float]:
+    def __call__(self, callbacks: Callbacks) -> dict[str, float]:
         """Runs a pass and returns its logs; a fit around it keeps the logs of its own epoch."""
         with self._builder.keeping_logs():
-            return self._run(hooks)
+            return self._run(callbacks)
 
     def close(self) -> None:
         """Ends the threads that read ahead; no pass can be run afterwards."""
         self._stacks.close()
 
-    def _run(self, hooks: Callbacks) -> dict[str, float]:
-        step = self._step
+    def _run(self, callbacks: Callbacks) -> dict[str, float]:
+        engine = self._engine
         stacks = self._stacks
         stacks.reset()
-        step.running.reset_logs()
+        engine.running.reset_logs()
         self._model.stop_evaluating = False
-        hooks.list.on_test_begin()
-        begin, end = hooks.hooks("test")
+        callbacks.callback_list.on_test_begin()
+        begin, end = callbacks.hooks("test")
         totals: list[tf.Tensor] | None = None
         # A pass has at least one dispatch, so that the loop sets `read_logs`.
-        dispatches = step.lockstep(stacks, self._next_pass(), training=False)
+        dispatches = engine.lockstep(stacks, self._next_pass(), training=False)
         for first_batch, dispatch in zip(
             itertools.count(step=self._size), dispatches, strict=False
         ):
             begin(first_batch)
-            sums, check = step.evaluate(dispatch)
+            sums, check = engine.evaluate(dispatch)
             if totals is None:
                 totals = sums
             else:
@@ -89,7 +89,7 @@ class Evaluation:
             if self._model.stop_evaluating:
                 break
         logs = read_logs()
-        hooks.list.on_test_end(logs)
+        callbacks.callback_list.on_test_end(logs)
         return logs
 
     def _next_pass(self) -> Iterator[Dispatch]:
@@ -108,11 +108,11 @@ class Evaluation:
 
     def _logs(self, totals: list[tf.Tensor], check: Callable[[], None]) -> dict[str, float]:
         check()
-        return self._step.objective.evaluated([t.numpy().item() for t in totals])
+        return self._engine.objective.evaluated([t.numpy().item() for t in totals])
 
     def in_order(self, logs: Mapping[str, float]) -> float | list[float]:
         """Returns the values as Keras's `evaluate` does: a list in its order, or the only one."""
-        values = [logs[name] for name in self._step.objective.in_order(logs)]
+        values = [logs[name] for name in self._engine.objective.in_order(logs)]
         if len(values) == 1:
             return values[0]
         return values
@@ -131,8 +131,8 @@ class Evaluation:
             return tf.TensorSpec([1, rows, *spec.shape[1:]], spec.dtype)
 
         stack = tf.nest.map_structure(one_micro_batch, self._sample)
-        evaluate = tf.function(self._step.objective.evaluate, autograph=False)
-        with self._step.translate_errors():
+        evaluate = tf.function(self._engine.objective.evaluate, autograph=False)
+        with self._engine.translate_errors():
             evaluate.get_concrete_function(stack)
 
 

@@ -27,7 +27,7 @@ from fastaccum.fingerprint.values import Json
 from fastaccum.fingerprint.variables import checksums as checksums_of
 from fastaccum.graphs import jit_choice
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
-from fastaccum.memory.planner import Plan
+from fastaccum.memory.plan import Plan
 from fastaccum.step import announcements, diagnosis
 from fastaccum.step.engine import Engine, PendingDispatch
 from fastaccum.step.options import Options, Schedule
@@ -159,7 +159,7 @@ def make_validation(
 def say_advice(
     callbacks: Callbacks,
     builder: StepBuilder,
-    step: Engine,
+    engine: Engine,
     options: Options,
     schedule: Schedule,
     stacks: Stacks,
@@ -167,8 +167,8 @@ def say_advice(
     """Tells a user who reads along what Keras does otherwise, before the first step."""
     if callbacks.say is None:
         return
-    chose_without_xla = options.jit_compile == "auto" and not step.objective.options.uses_xla
-    has_run = any(made.seconds for made in step.programs.values())
+    chose_without_xla = options.jit_compile == "auto" and not engine.objective.options.uses_xla
+    has_run = any(made.seconds for made in engine.programs.values())
     if chose_without_xla and not has_run:
         reason = _why_without_xla(builder.setup, builder.calling_python)
         callbacks.say(f"This model trains without XLA, which {reason}.\n")
@@ -202,7 +202,7 @@ def _why_without_xla(setup: TrainingSetup, calling_python: Sequence[str]) -> str
 def describe_training(
     builder: StepBuilder,
     options: Options,
-    step: Engine,
+    engine: Engine,
     sample: Batch,
     stacks: Stacks,
     callbacks: Callbacks,
@@ -212,10 +212,10 @@ def describe_training(
     setup = builder.setup
     model = setup.model
     variables: dict[str, Sequence[tf.Variable | keras.Variable]] = {
-        "model": [*model.variables, *model.state, *_weights_of_losses(setup, step)],
+        "model": [*model.variables, *model.state, *_weights_of_losses(setup, engine)],
         "optimizer": setup.optimizer.variables,
-        "loss_scale": step.cycle.loss_scale.variables,
-        "step": step.running.variables,
+        "loss_scale": engine.cycle.loss_scale.variables,
+        "step": engine.running.variables,
     }
     plan = {**stacks.plan, "class_weight": class_weight}
     cut: Json = {
@@ -224,7 +224,7 @@ def describe_training(
         "replicas": 1 if setup.replicas is None else setup.replicas.count,
     }
     # The description has what "auto" chose.
-    options = dataclasses.replace(options, jit_compile=step.objective.options.uses_xla)
+    options = dataclasses.replace(options, jit_compile=engine.objective.options.uses_xla)
     describe = functools.partial(builder.fingerprint.describe, variables, options, sample, plan)
     changes = builder.fingerprint.changes
     return state.Training(
@@ -236,24 +236,24 @@ def describe_training(
         unsaved_draws=model.effects.unsaved_draws,
         stacks=stacks,
         callbacks=callbacks,
-        require_savable=step.running.savable,
+        require_savable=engine.running.savable,
         note_changes=changes.end,
         workers=setup.replicas,
-        holders=step.holders,
+        holders=engine.holders,
         settings=setup.optimizer.settings,
     )
 
 
-def _weights_of_losses(setup: TrainingSetup, step: Engine) -> list[Variable]:
+def _weights_of_losses(setup: TrainingSetup, engine: Engine) -> list[Variable]:
     """Lists the variables among `loss_weights`, but for those of the model's own."""
     of_model = {id(raw(variable)) for variable in setup.model.variables}
-    variables = step.objective.losses.weight_variables
+    variables = engine.objective.losses.weight_variables
     return [v for v in variables if id(raw(v)) not in of_model]
 
 
 def train(
     builder: StepBuilder,
-    step: Engine,
+    engine: Engine,
     stacks: Stacks,
     callbacks: Callbacks,
     saver: Saver,
@@ -270,23 +270,23 @@ def train(
         _require_workers_alike(builder, describe())
 
     model.stop_training = False
-    step.running.stuck_steps.reset()
+    engine.running.stuck_steps.reset()
     logs: dict[str, float] = {}
     with (
         saver,
-        builder.fitting(step),
+        builder.fitting(engine),
         reading(stacks, evaluation),
         announcements.announce(callbacks.announce),
     ):
         start = saver.find(describe, schedule.initial_epoch, schedule.epochs, verbose)
         if start.changed_constants:
-            step.retrace()
+            engine.retrace()
         with replicas.on_first_replica(setup.replicas):
-            diagnosis.require_statistics(step.cycle, step.objective)
+            diagnosis.require_statistics(engine.cycle, engine.objective)
             diagnosis.warn_of_zero_lora(setup.model.layers)
 
         with saver.beginning_training():
-            callbacks.list.on_train_begin()
+            callbacks.callback_list.on_train_begin()
         position = start.position
         # A checkpoint says where to go on; `find` refuses a BackupAndRestore beside it.
         backed_up_epoch = take_backed_up_epoch(model, stacks.steps_per_epoch)
@@ -299,13 +299,13 @@ def train(
         # Either may end first: the range, or data that is read once. The range is asked first, so
         # no data is read for an epoch after the last.
         for epoch, dispatches in zip(epochs, stacks.epochs(position), strict=False):
-            step.running.reset()
+            engine.running.reset()
             with saver.beginning_epoch(epoch):
-                callbacks.list.on_epoch_begin(epoch)
+                callbacks.callback_list.on_epoch_begin(epoch)
                 builder.require_same()
             steps_done = saver.step_in_epoch
-            watched = saver.watched(step.lockstep(stacks, dispatches))
-            logs, throughput = _train_epoch(step, watched, callbacks, steps_done)
+            watched = saver.watched(engine.lockstep(stacks, dispatches))
+            logs, throughput = _train_epoch(engine, watched, callbacks, steps_done)
             builder.throughput = throughput
             if throughput is None:
                 callbacks.show_rate(None)
@@ -315,14 +315,14 @@ def train(
             if evaluation is not None and schedule.validates(epoch):
                 validation_logs = evaluation(_validation_callbacks(callbacks, model))
                 logs.update({f"val_{name}": value for name, value in validation_logs.items()})
-            callbacks.list.on_epoch_end(epoch, logs)
+            callbacks.callback_list.on_epoch_end(epoch, logs)
             saver.end_epoch(last=model.stop_training or epoch == end - 1)
             if model.stop_training:
                 break
 
         setup.optimizer.finalize(setup.model.trainable_variables)
-        model.history.programs = _programs_of(step)
-        callbacks.list.on_train_end(logs)
+        model.history.programs = _programs_of(engine)
+        callbacks.callback_list.on_train_end(logs)
     return model.history
 
 
@@ -337,17 +337,23 @@ def _require_workers_alike(builder: StepBuilder, training: state.Training) -> No
 
 def _validation_callbacks(callbacks: Callbacks, model: keras.Model) -> Callbacks:
     return Callbacks(
-        callbacks.list, model, verbose=0, epochs=1, steps=None, history=False, validates=True
+        callbacks.callback_list,
+        model,
+        verbose=0,
+        epochs=1,
+        steps=None,
+        history=False,
+        validates=True,
     )
 
 
-def _programs_of(step: Engine) -> dict[str, tuple[int, float]]:
+def _programs_of(engine: Engine) -> dict[str, tuple[int, float]]:
     """Returns how many programs were made for each purpose, and the seconds of their first calls.
 
     A purpose for which there is none is left out.
     """
     programs = {}
-    for name, program_of_step in step.programs.items():
+    for name, program_of_step in engine.programs.items():
         seconds = list(program_of_step.seconds.values())
         if seconds:
             programs[name] = (len(seconds), sum(seconds))
@@ -367,7 +373,7 @@ class TrainedEpoch(NamedTuple):
 
 
 def _train_epoch(
-    step: Engine, dispatches: Iterator[Dispatch], callbacks: Callbacks, steps_done: int
+    engine: Engine, dispatches: Iterator[Dispatch], callbacks: Callbacks, steps_done: int
 ) -> TrainedEpoch:
     """Trains with the dispatches of an epoch, of which some steps may be done already."""
     stopwatch = Stopwatch()
@@ -376,8 +382,8 @@ def _train_epoch(
     for dispatch in dispatches:
         begin(steps_done)
         try:
-            with stopwatch.timing(dispatch, step.programs):
-                executed = step.dispatch(dispatch)
+            with stopwatch.timing(dispatch, engine.programs):
+                executed = engine.dispatch(dispatch)
         except (tf.errors.OpError, MemoryError):
             if pending is not None:
                 pending.require()  # another worker may have failed for what is known here better
@@ -385,11 +391,11 @@ def _train_epoch(
         if pending is not None:
             # Read only now that the next step is on its way: the device never runs dry.
             pending.require()
-        pending = PendingDispatch(step, executed, dispatch)
+        pending = PendingDispatch(engine, executed, dispatch)
         late = LateLogs(executed.logs, pending.require)
         end(steps_done + dispatch.size - 1, functools.partial(_unread, late))
         steps_done += dispatch.steps
-        if step.objective.model.model.stop_training:
+        if engine.objective.model.model.stop_training:
             break
 
     if pending is None:
@@ -398,5 +404,5 @@ def _train_epoch(
             "checkpoint was made with."
         )
     logs = dict(late)  # reading them waits for the last step, and raises what went wrong in it
-    step.running.stuck_steps.warn(executed.stuck)
+    engine.running.stuck_steps.warn(executed.stuck)
     return TrainedEpoch(logs, stopwatch.read())

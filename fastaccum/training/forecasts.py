@@ -13,6 +13,7 @@ from fastaccum.data.stacks import Batch
 from fastaccum.layers import remat
 from fastaccum.memory import planner
 from fastaccum.memory.analysis import specs
+from fastaccum.memory.plan import Plan, Policy
 from fastaccum.memory.summary import Summary, summary
 from fastaccum.step import compilable
 from fastaccum.step.options import Options
@@ -30,7 +31,7 @@ def make_plan(
     recompute: Literal["auto"] | None = None,
     verbose: Literal["auto", 0, 1, 2] = "auto",
     bound_suffices: bool = False,
-) -> planner.Plan:
+) -> Plan:
     """Plans the micro-batch for data like a sample; the arguments are those of `fastaccum.plan`.
 
     Args:
@@ -69,15 +70,15 @@ def make_plan(
     replica_count = 1 if replicas is None else replicas.count
     sizes = planner.candidates(all_rows, replica_count, at_most)
     largest_size = sizes[-1]
-    step = builder.get_or_build(specs(sample, largest_size), options)
+    engine = builder.get_or_build(specs(sample, largest_size), options)
     compilable.require_no_python(builder.calling_python, instead)
 
-    policies: Sequence[planner.Policy] = (None,)  # no recomputation but the model's own
+    policies: Sequence[Policy] = (None,)  # no recomputation but the model's own
     # A model on which the user called `fa.remat` keeps the policy that it was given.
-    if recompute and not remat.installed(step.objective.model.model):
+    if recompute and not remat.installed(engine.objective.model.model):
         policies = planner.RECOMPUTED
     search = planner.Planner(
-        step,
+        engine,
         sample,
         all_rows,
         replicas=replicas,
@@ -85,11 +86,11 @@ def make_plan(
         verbose=verbose,
         bound_suffices=bound_suffices,
     )
-    with step.translate_errors():
+    with engine.translate_errors():
         return search.plan(sizes, memory_limit, policies)
 
 
-def plan_for_data(builder: StepBuilder, options: Options, data: Any, **limits: Any) -> planner.Plan:
+def plan_for_data(builder: StepBuilder, options: Options, data: Any, **limits: Any) -> Plan:
     """Plans the micro-batch for data as `fit` takes them.
 
     `limits` are the other arguments of `fastaccum.plan`.
@@ -133,7 +134,7 @@ def summarize(
     # The end of the errors for what XLA cannot compile.
     instead = "do without a summary, whose figures are those of an XLA program"
     compilable.require(builder.setup.model, instead)
-    step = builder.get_or_build(sample, options)
+    engine = builder.get_or_build(sample, options)
     compilable.require_no_python(builder.calling_python, instead)
-    with step.translate_errors():
-        return summary(step, sample, builder.training_layout(options))
+    with engine.translate_errors():
+        return summary(engine, sample, builder.training_layout(options))

@@ -91,7 +91,7 @@ class StepBuilder:
         self.throughput: Throughput | None = None  # of the last epoch of a fit
 
         # Each of these is set by the first `get_or_build`.
-        self.step: Engine | None = None
+        self.engine: Engine | None = None
         self.sample: Batch | None = None  # specs of the micro-batch that the step was built for
         self.calling_python: Sequence[str] = ()  # what calls Python, by name
         # What the model's own loss computes otherwise if an update is split otherwise, by name.
@@ -101,40 +101,40 @@ class StepBuilder:
     @graph_scoped_gradients()
     @without_collection()
     def get_or_build(self, sample: Batch, options: Options) -> Engine:
-        """Returns the step, which is built once, from specs of a micro-batch.
+        """Returns the engine, which is built once, from specs of a micro-batch.
 
         Raises:
             ValueError: raised if the model has changed since, or cannot be trained.
         """
         self._model.require_inputs(sample.x)
-        if self.step is None:
+        if self.engine is None:
             built = self._build(sample, options)
-            step = self._make_step(built, chosen_by_user=options.jit_compile != "auto")
-            step.admission = Admission(step)
-            self.fingerprint.require_one_program(step.objective.options, sample)
+            engine = self._make_engine(built, chosen_by_user=options.jit_compile != "auto")
+            engine.admission = Admission(engine)
+            self.fingerprint.require_one_program(engine.objective.options, sample)
             if not self._is_fitting:
-                self._compile(step.running)
+                self._compile(engine.running)
             with replicas.on_first_replica(self.setup.replicas):
-                split_sensitive = probe(step.objective, sample)
+                split_sensitive = probe(engine.objective, sample)
             # These come last: a step that is refused may be built again with other options.
             self.calling_python = built.calling_python
             self.split_sensitive = split_sensitive
             self.sample = sample
-            self.step = step
+            self.engine = engine
             self._snapshot = self._take_snapshot()
 
         assert self._snapshot is not None
         now = self._take_snapshot()
         if now.recomputed != self._snapshot.recomputed:
-            self.step.retrace()
+            self.engine.retrace()
             self._snapshot = dataclasses.replace(self._snapshot, recomputed=now.recomputed)
         self._snapshot.require_same(now)
         if not self._model.takes_targets_apart:
             # Targets for other outputs, on a program that exists, would be an obscure error of
             # tf.function's.
-            objective = self.step.objective
+            objective = self.engine.objective
             objective.losses.require_targets(objective.outputs, sample.y)
-        return self.step
+        return self.engine
 
     def _build(self, sample: Batch, options: Options) -> BuiltModel:
         """Calls the model symbolically, builds what trains it, and chooses `jit_compile`."""
@@ -187,8 +187,8 @@ class StepBuilder:
             )
         return BuiltModel(model, outputs, losses, metrics, setup.optimizer, options, calling_python)
 
-    def _make_step(self, built: BuiltModel, chosen_by_user: bool) -> Engine:
-        """Makes a step for one device, or for replicas with all of the slots or a share of them.
+    def _make_engine(self, built: BuiltModel, chosen_by_user: bool) -> Engine:
+        """Makes the engine of one device, or of replicas with all of the slots or a share of them.
 
         `chosen_by_user` tells that `jit_compile` was not "auto".
         """
@@ -296,14 +296,14 @@ class StepBuilder:
     def _is_fitting(self) -> bool:
         return hasattr(self._model.model, _FITTING)
 
-    def fitting(self, step: Engine) -> contextlib.AbstractContextManager[None]:
+    def fitting(self, engine: Engine) -> contextlib.AbstractContextManager[None]:
         """Compiles the model with what trains it, and keeps it so inside the block.
 
         No other Trainer's `evaluate` compiles it there. An evaluation by the model's own methods
         leaves the logs of the epoch as they are.
         """
         if self._model.compiled_since(self._compilation):
-            self._compile(step.running)
+            self._compile(engine.running)
         model = self._model.model
         attributes: list[tuple[object, str, object]] = [(model, _FITTING, True)]
         for name in ("evaluate", "test_on_batch"):
@@ -312,8 +312,8 @@ class StepBuilder:
 
     def keeping_logs(self) -> contextlib.AbstractContextManager[None]:
         """Restores the running means and metrics at the end of the block, if it is within a fit."""
-        if self._is_fitting and self.step is not None:
-            return restored(self.step.running.log_variables)
+        if self._is_fitting and self.engine is not None:
+            return restored(self.engine.running.log_variables)
         return contextlib.nullcontext()
 
     def require_same(self) -> None:
@@ -333,8 +333,8 @@ class StepBuilder:
         The model must have been called, which shows if its rows are coupled.
         """
         setup = self.setup
-        assert self.step is not None
-        losses = self.step.objective.losses
+        assert self.engine is not None
+        losses = self.engine.objective.losses
         exact_rows = (
             self._model.couples_rows
             or not setup.needs_targets  # the loss is the model's own
@@ -348,8 +348,8 @@ class StepBuilder:
     def evaluation_layout(self, options: Options, micro_batches: int) -> Layout:
         """Returns the layout of an evaluation's stacks, of `micro_batches` micro-batches each."""
         setup = self.setup
-        assert self.step is not None
-        losses = self.step.objective.losses
+        assert self.engine is not None
+        losses = self.engine.objective.losses
         exact_rows = (
             self._model.effects.mixes_rows
             or self._model.couples_losses
@@ -361,18 +361,18 @@ class StepBuilder:
         return self._layout(options, micro_batches, 1, exact_rows)
 
     def _layout(self, options: Options, micro_batches: int, steps: int, exact_rows: bool) -> Layout:
-        assert self.step is not None
+        assert self.engine is not None
         all_replicas = self.setup.replicas
         max_programs = options.max_programs
         if isinstance(max_programs, str):  # "auto"
             max_programs = DEFAULT_MAX_PROGRAMS
         layout = Layout(micro_batches, steps, exact_rows, max_programs=max_programs)
-        if self.step.shapes_are_free:
-            compiles_steps = self.step.objective.options.uses_xla
+        if self.engine.shapes_are_free:
+            compiles_steps = self.engine.objective.options.uses_xla
             layout = layout._replace(one_trace="at first" if compiles_steps else "always")
         else:
             enter = functools.partial(replicas.on_first_replica, all_replicas)
-            layout = layout._replace(padding=padding.Padding(self.step.objective, enter))
+            layout = layout._replace(padding=padding.Padding(self.engine.objective, enter))
         if all_replicas is None:
             return layout
         return layout._replace(

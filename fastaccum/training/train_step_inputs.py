@@ -30,30 +30,30 @@ class TrainStepInputs:
     def __init__(self, builder: StepBuilder, options: Callable[[], Options]):
         self._builder = builder
         self._options = options
-        self._step: Engine | None = None
+        self._engine: Engine | None = None
         self._layers: list[keras.layers.Layer] = []
         self._known: set[tuple] = set()  # signatures of the stacks that were checked
         self._pending: PendingDispatch | None = None
 
     def prepare(self, stack: Sequence[arguments.Arrays | None]) -> tuple[Engine, Batch]:
-        """Returns the step and the stack as a `Batch`, checked unless one like it was before."""
+        """Returns the engine and the stack as a `Batch`, checked unless one like it was before."""
         unchecked = _as_batch(stack)
         if (
-            self._step is not None
+            self._engine is not None
             and unchecked is not None
             and self._signature(unchecked) in self._known
         ):
-            return self._step, unchecked
+            return self._engine, unchecked
 
         setup = self._builder.setup
         options = self._options()
         batch = as_stack(stack, setup.needs_targets, setup.takes_text(options))
-        if self._step is None or self._signature(batch) not in self._known:
+        if self._engine is None or self._signature(batch) not in self._known:
             sample = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape[1:], t.dtype), batch)
-            self._step = self._builder.get_or_build(sample, options)
+            self._engine = self._builder.get_or_build(sample, options)
             self._layers = list(setup.model.layers)
             self._known.add(self._signature(batch))
-        return self._step, batch
+        return self._engine, batch
 
     def _signature(self, batch: Batch) -> tuple:
         """Returns what a stack must share with a checked one: specs, and the model's state."""
@@ -65,12 +65,12 @@ class TrainStepInputs:
 
         On a GPU, which is not waited for, the outcome is read at the next call.
         """
-        step, batch = self.prepare(stack)
+        engine, batch = self.prepare(stack)
         if self._builder.setup.replicas is not None:
             batch = self._builder.training_layout(self._options()).shard(batch)
         dispatch = Dispatch((batch,))
-        executed = step.dispatch(dispatch)
-        pending = PendingDispatch(step, executed, dispatch)
+        executed = engine.dispatch(dispatch)
+        pending = PendingDispatch(engine, executed, dispatch)
         to_read: PendingDispatch | None = pending
         if has_gpu():
             to_read = self._pending
@@ -97,8 +97,8 @@ class TrainStepInputs:
                 "for that of the same model made outside the scope, with the batch_size of one "
                 "replica."
             )
-        step, batch = self.prepare(stack)
-        return step.programs["train step"], batch
+        engine, batch = self.prepare(stack)
+        return engine.programs["train step"], batch
 
 
 def _as_batch(stack: Any) -> Batch | None:

@@ -53,7 +53,7 @@ class Whole:
         keras.utils.set_random_seed(1)
         if (accumulation, data) not in self.trainers:
             self.trainers[accumulation, data] = pieces.trainer(accumulation)
-        elif self.trainers[accumulation, data]._step is not None:
+        elif self.trainers[accumulation, data]._engine is not None:
             scramble(self.trainers[accumulation, data])
         return self.trainers[accumulation, data]
 

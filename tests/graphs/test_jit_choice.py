@@ -262,8 +262,8 @@ def test_plans_and_summaries_read_an_xla_program_of_the_same_step():
     assert trainer.summary(X, Y, batch_size=8, verbose=False).flops == summary.flops
     trainer.fit(X, Y, batch_size="auto", global_batch_size=16, verbose=0)
     assert (
-        not trainer._step.objective.options.uses_xla
-        and not trainer._step.programs["train step"].jit_compile
+        not trainer._engine.objective.options.uses_xla
+        and not trainer._engine.programs["train step"].jit_compile
     )
     with pytest.raises(ValueError, match="jit_compile=True"):
         trainer.memory_analysis((X.reshape(2, 8, 16, 16, 3), Y.reshape(2, 8, 3)))

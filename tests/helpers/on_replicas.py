@@ -70,7 +70,7 @@ def values(trainer):
     ]
     assert all(len(each) == COUNT for each in components)
     # of no strategy: copied before each step
-    own = trainer.loss_scale.variables, [trainer._step.running.skipped]
+    own = trainer.loss_scale.variables, [trainer._engine.running.skipped]
     for variable in (v for each in own for v in each):
         copies = replicas._copies[id(variable.handle)][1]
         components.append([variable.numpy(), *(copy.numpy() for copy in copies)])
@@ -151,7 +151,7 @@ def check_a_trainer_is_let_go():
         trainer.fit(X, Y, batch_size=8, verbose=0)
         return [
             weakref.ref(each)
-            for each in (trainer, trainer._step, model, *(v.value for v in model.variables))
+            for each in (trainer, trainer._engine, model, *(v.value for v in model.variables))
         ]
 
     train()
@@ -662,7 +662,7 @@ def check_one_all_reduce_a_step():
         stack = np.zeros((*shape, 6), "float32"), np.zeros((*shape, 3), "float32")
         trainer.train_step(stack)
         _, batch = trainer._step_inputs.prepare(stack)
-        graph = trainer._step._executor.function.get_concrete_function(
+        graph = trainer._engine._executor.function.get_concrete_function(
             [None] * COUNT, batch
         ).graph.as_graph_def()
         nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
@@ -1085,7 +1085,7 @@ def check_programs_are_traced_anew():
     before = losses()
     factor = 3.0
     assert losses() == before
-    trainer._step.retrace()
+    trainer._engine.retrace()
     np.testing.assert_allclose(losses(), np.multiply(9.0, before), rtol=1e-5)
 
 

@@ -265,7 +265,7 @@ def collectives(trainer, micro_batches=2):
     trainer.train_step(stack)
     _, batch = trainer._step_inputs.prepare(stack)
     of_replicas = [None] * on_replicas.COUNT
-    program = trainer._step._executor.function.get_concrete_function(of_replicas, batch)
+    program = trainer._engine._executor.function.get_concrete_function(of_replicas, batch)
     graph = program.graph.as_graph_def(add_shapes=True)
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
     return [
@@ -481,7 +481,10 @@ def check_auto_shares_where_all_slots_would_not_fit():
             trainer.train_step((x, x))
         finally:
             del os.environ["FASTACCUM_MEMORY_LIMIT"]
-        assert isinstance(trainer._step, sharded_engine.ShardedEngine) is shares, (limit, optimizer)
+        assert isinstance(trainer._engine, sharded_engine.ShardedEngine) is shares, (
+            limit,
+            optimizer,
+        )
 
 
 def check_planned_memory():

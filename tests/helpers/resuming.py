@@ -78,7 +78,7 @@ def bits(trainer):
 
 def with_means(trainer):
     """Every variable of a built trainer, those of the running means too."""
-    running = trainer._step.running
+    running = trainer._engine.running
     means = [running.loss, *running.losses.values(), *trainer._setup.metrics.compiled.metrics]
     return [*state(trainer), *(v for mean in means for v in mean.variables), running.skipped]
 

@@ -330,8 +330,8 @@ def _ours(case: Case) -> dict[str, float]:
         verbose=0,
         **case.fit,
     )
-    if trainer._builder.step.objective.attention is not None:
-        case.attention = trainer._builder.step.objective.attention.choices
+    if trainer._builder.engine.objective.attention is not None:
+        case.attention = trainer._builder.engine.objective.attention.choices
     return _last(history)
 
 

@@ -92,7 +92,7 @@ def trained(model, x, y, flash_attention=True, **options):
         **options,
     )
     trainer.fit(x, y, batch_size=len(x) // 2, shuffle=False, verbose=0)
-    fused = trainer._builder.step.objective.attention
+    fused = trainer._builder.engine.objective.attention
     return model.get_weights(), list(fused.choices.values()) if fused else []
 
 
@@ -417,7 +417,7 @@ def test_the_own_attention_of_a_subclass_is_computed(monkeypatch, kind, choice):
         trainer = fa.Trainer(model, "sgd", LOSS, flash_attention=flash_attention, jit_compile=False)
         found.append(trainer.evaluate(x, y, batch_size=4, verbose=0))
         if flash_attention == "auto":
-            assert [*trainer._builder.step.objective.attention.choices.values()] == [choice] * 2
+            assert [*trainer._builder.engine.objective.attention.choices.values()] == [choice] * 2
     np.testing.assert_allclose(*found, rtol=1e-6)
 
 

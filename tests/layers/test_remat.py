@@ -283,7 +283,7 @@ def of_attention(policy, rate=0.0, padded=False, dtype="float32"):
 def stepped(*case):
     trainer, stack = of_attention(*case)
     trainer.train_step(stack)
-    assert set(trainer._builder.step.objective.attention.choices.values()) == {"fused: blockwise"}
+    assert set(trainer._builder.engine.objective.attention.choices.values()) == {"fused: blockwise"}
     return state(trainer.model)
 
 

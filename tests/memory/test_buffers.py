@@ -74,8 +74,8 @@ def test_a_buffer_is_alive_until_the_last_value_in_it_is_freed():
 
 def test_what_is_known_without_compiling_bounds_the_peak(memory):
     trainer, found = memory
-    programs = trainer._step.trace(Dispatch((stacked(BATCH, 4),)))
-    assert found.peak_bytes <= bytes_at_most(trainer._step, programs) < 20 * found.peak_bytes
+    programs = trainer._engine.trace(Dispatch((stacked(BATCH, 4),)))
+    assert found.peak_bytes <= bytes_at_most(trainer._engine, programs) < 20 * found.peak_bytes
 
 
 @pytest.mark.parametrize(("shape", "known"), [([16], True), (None, False)])

@@ -14,7 +14,7 @@ import fastaccum as fa
 from fastaccum.data.datasets import DatasetSource
 from fastaccum.data.stacks import Dispatch
 from fastaccum.layers.remat import installed
-from fastaccum.memory import planner
+from fastaccum.memory import plan, planner
 from fastaccum.memory.analysis import IN_FLIGHT, dispatch_memory, specs, stacked
 
 ROWS = 40
@@ -39,7 +39,7 @@ def state(trainer):
     variables = [
         *trainer.model.variables,
         *trainer.optimizer.variables,
-        *trainer._step.running.variables,
+        *trainer._engine.running.variables,
     ]
     return [v.numpy() for v in variables]
 
@@ -50,8 +50,8 @@ def memory(trainer, rows, global_batch):
         rows,
     )
     sample = sample._replace(valid=tf.TensorSpec([rows], tf.bool))
-    with trainer._step.temporary_retrace():
-        return dispatch_memory(trainer._step, Dispatch((stacked(sample, global_batch // rows),)))
+    with trainer._engine.temporary_retrace():
+        return dispatch_memory(trainer._engine, Dispatch((stacked(sample, global_batch // rows),)))
 
 
 def graphs():
@@ -88,7 +88,7 @@ def test_a_plan_leaves_trainer_and_model_as_they_were(planned):
         np.testing.assert_array_equal(a, b)
     assert trainer.gradient_accumulation_steps == 1
     # that of its fit
-    assert trainer._step.compiled_execute.function.experimental_get_tracing_count() == 1
+    assert trainer._engine.compiled_execute.function.experimental_get_tracing_count() == 1
 
 
 def test_a_plan_is_a_table(planned):
@@ -163,10 +163,10 @@ def test_a_plan_says_what_recomputation_adds(planned):
 
     Larger ones may recompute less.
     """
-    found = planner.Planner(planned[0]._step, None, 8)
+    found = planner.Planner(planned[0]._engine, None, 8)
     compiled = [(None, 8, 1000), (None, 1, 1200), ("auto", 1, 1560), ("auto", 4, 1400)]
     found._considered = [
-        planner.Considered(rows, 8 // rows, policy, 0, True, n) for policy, rows, n in compiled
+        plan.Considered(rows, 8 // rows, policy, 0, True, n) for policy, rows, n in compiled
     ]
     assert found._planned("auto", 4).extra_flops == pytest.approx(0.3)
 

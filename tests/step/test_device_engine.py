@@ -344,7 +344,7 @@ def test_programs_are_traced_anew_where_the_model_computes_otherwise():
     before = losses()
     factor = 3.0
     assert losses() == before
-    trainer._step.retrace()
+    trainer._engine.retrace()
     np.testing.assert_allclose(losses(), np.multiply(9.0, before), rtol=1e-6)
 
 

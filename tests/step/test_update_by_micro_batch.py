@@ -82,7 +82,9 @@ def train_by_hand(model, batches, optimizer, clip_norm=None):
 
 
 def programs(trainer):
-    return {name: len(program.seconds) for name, program in trainer._builder.step.programs.items()}
+    return {
+        name: len(program.seconds) for name, program in trainer._builder.engine.programs.items()
+    }
 
 
 CASES = {
@@ -132,7 +134,7 @@ def test_on_a_cpu_one_trace_is_for_all_sizes_unless_xla_is_asked_for():
     trainer = fa.Trainer(normalized(), "adam", "mse", gradient_accumulation_steps=ACCUMULATION)
     with pytest.warns(UserWarning, match=r"each as it is, op by op.*\(jit_compile=True\)"):
         trainer.fit(Batches(shuffled=True), shuffle=False, epochs=8, verbose=0)
-    assert trainer._builder.step.objective.options.uses_xla
+    assert trainer._builder.engine.objective.options.uses_xla
     used = {name: count for name, count in programs(trainer).items() if count}
     assert used == {"micro-batch of an update": 1, "end of an update": 1}
 
@@ -177,7 +179,7 @@ def test_an_error_at_the_end_of_an_update_leaves_the_statistics(monkeypatch):
         def fail(self, leaves):
             raise tf.errors.InternalError(None, None, "lost")
 
-    monkeypatch.setattr(trainer._builder.step.programs["end of an update"], "_calls", Failing())
+    monkeypatch.setattr(trainer._builder.engine.programs["end of an update"], "_calls", Failing())
     with pytest.raises(tf.errors.InternalError, match="lost"):
         trainer.fit(Batches(), verbose=0)
     for then, now in zip(before, model.get_weights(), strict=True):

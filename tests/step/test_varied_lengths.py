@@ -278,7 +278,7 @@ def arranged_lengths(model, data, loss, metrics=(), shapes=SAME_ROWS):
     batches = list(data(shapes))
     trainer.fit(Batches(batches[:1]), verbose=0)
     layout = trainer._builder.training_layout(trainer._present_options)
-    check = padding.Padding(trainer._builder.step.objective)
+    check = padding.Padding(trainer._builder.engine.objective)
     before = [v.numpy() for v in model.variables]
     source = DatasetSource(Batches(batches), "x")
     sizes = Sizes(

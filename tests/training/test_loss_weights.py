@@ -70,7 +70,7 @@ def test_an_annealed_weight_is_exact(kind, jit_compile):
     np.testing.assert_allclose(
         [evaluated[name] for name in expected], [*expected.values()], rtol=1e-5
     )
-    assert ours._builder.step.compiled_execute.function.experimental_get_tracing_count() == 1
+    assert ours._builder.engine.compiled_execute.function.experimental_get_tracing_count() == 1
 
 
 def test_a_single_loss_takes_a_variable():

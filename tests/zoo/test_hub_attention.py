@@ -98,7 +98,7 @@ def trained(make, flash_attention, side="right", policy=None):
         flash_attention=flash_attention,
     )
     trainer.fit(inputs, ids, batch_size=ROWS // 2, shuffle=False, verbose=0)
-    fused = trainer._builder.step.objective.attention
+    fused = trainer._builder.engine.objective.attention
     return backbone.get_weights(), set(fused.choices.values()) if fused else set()
 
 
@@ -191,7 +191,7 @@ def elements_of_pairs(name, flash_attention="auto"):
         h200.export_step(trainer, (dict.fromkeys(backbone.input, ids), ids))
     )
     if flash_attention:
-        assert set(trainer._builder.step.objective.attention.choices.values()) == {"fused: cudnn"}
+        assert set(trainer._builder.engine.objective.attention.choices.values()) == {"fused: cudnn"}
     pairs = [value for value in hlo.Program(text).values if value.shape.count(times) > 1]
     return (
         times,
