@@ -28,6 +28,12 @@ def pytest_configure(config):
     if config.getoption("benchmark_disable"):
         # Before any module imports benchmarks.support.models.
         os.environ["FASTACCUM_SMALL_BENCHMARKS"] = "1"
+        # Nothing is timed, so XLA need not optimise machine code: as in tests/conftest.py.
+        os.environ.setdefault(
+            "XLA_FLAGS",
+            "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+            " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+        )
 
 
 def pytest_collection_modifyitems(config, items):

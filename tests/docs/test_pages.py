@@ -16,8 +16,7 @@ WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
 def run(page, folder):
     """Runs a page in a process and an empty folder of its own, so that no page depends on another."""
     env = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2", "HOME": str(folder), "COLUMNS": "100"}
-    for name in ("TF_USE_LEGACY_KERAS", "XLA_FLAGS"):
-        env.pop(name, None)  # which fastaccum.addons and conftest.py have set here
+    env.pop("TF_USE_LEGACY_KERAS", None)  # which fastaccum.addons has set here
     command = [sys.executable, run_page.__file__, str(page)]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
 
