@@ -138,8 +138,14 @@ PLACES: dict[str, Place] = {
     ),
     "context": Place(
         ("tensorflow.python.eager.context",),
-        "reading a program's XLA; telling other workers of an error",
+        "reading a program's XLA; telling other workers of an error; calling a program with little "
+        "Python",
         "reading a program's XLA, and training on several workers",
+    ),
+    "InterpolateRuntimeError": Place(
+        ("tensorflow.python.eager.polymorphic_function.atomic_function:InterpolateRuntimeError",),
+        "naming the layer in an error of a program that is called with little Python",
+        "nothing but speed: a train step takes some 10 microseconds more of Python",
     ),
     "lift_to_graph": Place(
         ("tensorflow.python.eager.lift_to_graph:lift_to_graph",),
@@ -292,7 +298,7 @@ def _version(package: str) -> str:
 call_flat = Method(
     "_call_flat",
     of="ConcreteFunction",
-    serves="calling a program with little Python, and with another replica's variables",
+    serves="calling a program under a tape, and with another replica's variables",
 )
 is_jit_compiled = Attribute("_jit_compile", of="tf.function", serves="telling an XLA program")
 get_function = Method(

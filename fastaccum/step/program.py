@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import optree
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
@@ -158,16 +159,44 @@ def make_programs(
 def _make_call(concrete: ConcreteFunction, args: Any) -> Callable[[list[tf.Tensor]], Any]:
     """Returns a function that calls a concrete function with the tensors of a nest like `args`.
 
-    The order of its arguments and the handles of its variables are looked up once.
+    The order of its arguments and results, and the handles of its variables, are looked up once.
     """
-    # TensorFlow orders the leaves of a nest otherwise than optree does: it sorts the keys of an
-    # OrderedDict, too.
-    structure = optree.tree_structure(args)
-    numbered = optree.tree_unflatten(structure, range(structure.num_leaves))
-    order = [number for number in tf.nest.flatten(numbered) if number is not None]
-    captured = concrete.captured_inputs
+    order = _tensorflow_order(optree.tree_structure(args))
+    captured = list(concrete.captured_inputs)
+    returned = optree.tree_structure(concrete.structured_outputs)
+    output_count = len(concrete.outputs)
+
+    # A RaggedTensor among the results is several outputs, which TensorFlow puts together.
+    has_plain_results = returned.num_leaves == output_count
+    has_names = all(map(private.has, ("context", "record", "InterpolateRuntimeError")))
+    if not (has_plain_results and has_names):
+        return lambda leaves: private.call_flat(
+            concrete, [leaves[number] for number in order], captured
+        )
+
+    function = concrete.inference_fn
+    places = np.argsort(_tensorflow_order(returned)).tolist()
+    record = private.record
+    context = private.context.context()
+    interpolate_errors = private.InterpolateRuntimeError(function)
 
     def call(leaves: list[tf.Tensor]) -> Any:
-        return private.call_flat(concrete, [leaves[number] for number in order], captured)
+        tensors = [leaves[number] for number in order]
+        if not context.executing_eagerly() or record.could_possibly_record():
+            return private.call_flat(concrete, tensors, captured)
+        # `_call_flat` ends in these lines where there is no graph and no tape. Its Python takes
+        # some percent of a small model's train step.
+        with interpolate_errors:
+            outputs = context.call_function(function.name, tensors + captured, output_count)
+        return optree.tree_unflatten(returned, [outputs[place] for place in places])
 
     return call
+
+
+def _tensorflow_order(structure: optree.PyTreeSpec) -> list[int]:
+    """Lists optree's numbers of a nest's leaves in the order of `tf.nest`.
+
+    TensorFlow sorts the keys of an OrderedDict, too.
+    """
+    numbered = optree.tree_unflatten(structure, range(structure.num_leaves))
+    return [number for number in tf.nest.flatten(numbered) if number is not None]
