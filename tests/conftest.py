@@ -29,7 +29,21 @@ sys.path.append(str(Path(__file__).parents[1]))
 os.environ["FASTACCUM_COMPILE_CACHE"] = ""  # nothing is read that another run left behind
 
 PASSED = "fastaccum/passed"  # in pytest's cache: the tests that passed in a run of this checkout
-SAMPLED = pytest.StashKey[set]()  # files of which a test of tf_keras's models runs at every commit
+# Slow files of which CI runs the first case of each test at every commit.
+SAMPLED_FILES = {
+    "adapters/test_label_metrics.py",
+    "adapters/test_metrics.py",
+    "adapters/test_own_methods.py",
+    "adapters/test_scalar_losses.py",
+    "adapters/test_stock_callbacks.py",
+    "checkpoint/test_resume_in_other_pieces.py",
+    "checkpoint/test_resume_settings.py",
+    "graphs/test_row_mixing.py",
+    "layers/test_attention.py",
+    "step/test_varied_lengths.py",
+    "training/test_calls_beside_keras.py",
+}
+SAMPLED = pytest.StashKey[set]()  # tests, and files of tf_keras's models, that have a sample
 
 
 def pytest_addoption(parser):
@@ -80,13 +94,20 @@ def pytest_runtest_makereport(item):
 def pytest_itemcollected(item):
     """Marks the tests of tf_keras's models as slow where Keras 3's models are tested alike.
 
-    CI runs the first of each file at every commit.
+    CI runs the first of each file at every commit, and in `SAMPLED_FILES` that of each test.
     """
+    sampled = item.session.stash.setdefault(SAMPLED, set())
+    test = None
     if hasattr(item, "callspec") and item.callspec.params.get("K") == "tf_keras":
         item.add_marker("slow")
-        if item.path not in item.session.stash.setdefault(SAMPLED, set()):
-            item.session.stash[SAMPLED].add(item.path)
-            item.add_marker("sample")
+        test = item.path
+    elif f"{item.path.parent.name}/{item.path.name}" in SAMPLED_FILES and item.get_closest_marker(
+        "slow"
+    ):
+        test = (item.path, item.originalname)
+    if test is not None and test not in sampled:
+        sampled.add(test)
+        item.add_marker("sample")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -15,7 +15,7 @@ from fastaccum.adapters import label_metrics, metrics
 from fastaccum.kernels import cross_entropy
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow
 
 # an extra, not imported here: it would choose Keras for all tests
 HAS_HUB = importlib.util.find_spec("keras_hub")

@@ -6,7 +6,7 @@ import tensorflow as tf
 import fastaccum as fa
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow
 
 ROWS, TIME, CLASSES = 22, 3, 3
 rng = np.random.default_rng(0)

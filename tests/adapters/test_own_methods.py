@@ -13,7 +13,7 @@ import tf_keras
 import fastaccum as fa
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow
 
 RNG = np.random.default_rng(0)
 # two updates of three micro-batches of four rows, the last of two

@@ -24,7 +24,7 @@ from fastaccum.adapters.losses import Losses
 from fastaccum.adapters.outputs import Outputs
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow
 
 BATCH, MICRO_BATCH = 16, 4  # of 22 rows: updates of 4 x 4 rows, and of 4 and 2
 

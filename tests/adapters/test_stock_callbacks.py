@@ -22,7 +22,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import fastaccum as fa
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype("float32")  # two steps of 8 rows

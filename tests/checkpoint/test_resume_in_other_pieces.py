@@ -30,7 +30,7 @@ from fastaccum.data.stacks import Layout, Position
 from fastaccum.families import adapt_model
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 # Relative to the largest number of each variable. Measured: 3e-7 for weights, 8e-6 for a momentum
 # that is almost 0.

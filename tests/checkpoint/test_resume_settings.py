@@ -16,7 +16,7 @@ from fastaccum.checkpoint import settings, store
 from fastaccum.checkpoint.errors import IncompatibleCheckpointError
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 X = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
 Y = X.sum(1, keepdims=True)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from fastaccum.families import adapt_model
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow
 
 L = keras.layers
 ROWS, STEPS, WIDTH, IDS = 4, 6, 3, 50

@@ -16,7 +16,7 @@ from fastaccum.layers import attention as adapter
 from fastaccum.layers.attention_masks import Mask, read_mask
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TIMES = 24
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

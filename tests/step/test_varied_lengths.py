@@ -20,7 +20,7 @@ from fastaccum.data.sizes import Sizes
 from fastaccum.step import padding
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow
 
 ACCUMULATION = 3
 IDS = 20

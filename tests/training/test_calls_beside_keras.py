@@ -17,7 +17,7 @@ import tensorflow as tf
 import fastaccum as fa
 
 # CI runs these at every commit, apart from README's command, since they take minutes.
-pytestmark = [pytest.mark.slow, pytest.mark.sample]
+pytestmark = pytest.mark.slow
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 5)).astype("float32")
