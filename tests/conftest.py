@@ -29,7 +29,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 os.environ["FASTACCUM_COMPILE_CACHE"] = ""  # nothing is read that another run left behind
 
 PASSED = "fastaccum/passed"  # in pytest's cache: the tests that passed in a run of this checkout
-# Slow files of which CI runs the first case of each test at every commit.
+# Slow files of which CI runs the first case of each test at every commit, but for tests that are
+# marked as slow themselves.
 SAMPLED_FILES = {
     "adapters/test_label_metrics.py",
     "adapters/test_metrics.py",
@@ -90,6 +91,10 @@ def pytest_runtest_makereport(item):
     return report
 
 
+def is_in_sampled_file(item):
+    return f"{item.path.parent.name}/{item.path.name}" in SAMPLED_FILES
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
     """Marks the tests of tf_keras's models as slow where Keras 3's models are tested alike.
@@ -101,9 +106,7 @@ def pytest_itemcollected(item):
     if hasattr(item, "callspec") and item.callspec.params.get("K") == "tf_keras":
         item.add_marker("slow")
         test = item.path
-    elif f"{item.path.parent.name}/{item.path.name}" in SAMPLED_FILES and item.get_closest_marker(
-        "slow"
-    ):
+    elif is_in_sampled_file(item) and "slow" not in {mark.name for mark in item.own_markers}:
         test = (item.path, item.originalname)
     if test is not None and test not in sampled:
         sampled.add(test)

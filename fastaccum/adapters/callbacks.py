@@ -88,7 +88,7 @@ for _name in _METHODS_WITH_VALUES:
 
 
 class _Progress(keras.callbacks.ProgbarLogger):
-    """Keras's progress line with the loss first, without a loss scale of 1 or 0 skipped steps."""
+    """Keras's progress line, the loss first; hides a loss scale of 1 and a 0 of skipped steps."""
 
     # of the epoch that ends; not in its logs, whose numbers are reproducible
     rows_per_second: float | None = None

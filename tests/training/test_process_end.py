@@ -59,7 +59,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("kind", "end", "said"),
     [
-        pytest.param("PyDataset", "callback", "the callback failed", marks=pytest.mark.sample),
+        ("PyDataset", "callback", "the callback failed"),
         pytest.param("PyDataset", "interrupt", "KeyboardInterrupt", marks=pytest.mark.sample),
         ("PyDataset", "fit", "NonFiniteError"),
         ("PyDataset", "data", "the data failed"),
@@ -67,7 +67,7 @@ if __name__ == "__main__":
         pytest.param("processes", "interrupt", "KeyboardInterrupt", marks=pytest.mark.sample),
         ("generator", "fit", "NonFiniteError"),
         pytest.param("generator", "interrupt", "KeyboardInterrupt", marks=pytest.mark.sample),
-        pytest.param("PyDataset", "stop", "", marks=pytest.mark.sample),
+        ("PyDataset", "stop", ""),
     ],
 )
 def test_a_process_ends_after_its_fit(tmp_path, kind, end, said):
