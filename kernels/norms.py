@@ -51,9 +51,9 @@ def rms_norm(x: tf.Tensor, scale: tf.Tensor | None = None, *, epsilon: float) ->
 def _norm(x, scale, offset, epsilon, centred):
     wide = accumulator_dtype(x.dtype)
     width = [x.shape[-1]]
-    # A GPU has the moments of half-precision values from one pass. bfloat16 rounds those more
-    # coarsely, relative to their spread, than the difference of two sums; float16 does not: there
-    # the row's first is taken off before.
+    # On a GPU the moments of half-precision values take one pass: variance = mean(x**2) - mean**2.
+    # That difference cancels where the mean is large beside the spread. bfloat16 has lost such
+    # values before, by its own rounding; float16 has not, so each row's first value is subtracted.
     one_pass = x.dtype in HALF and has_gpu()
 
     @custom_gradient

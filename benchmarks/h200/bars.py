@@ -1,4 +1,4 @@
-"""Bars of the report for the compiled programs, and the losses of an earlier commit."""
+"""Rows of the report: bars (thresholds) for compiled programs, and time that a commit lost."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Measure(NamedTuple):
         return self.value <= 1.001 * self.bar
 
 
-class Loss(NamedTuple):
-    """Loss of a step, before and now."""
+class LostTime(NamedTuple):
+    """What a step loses by one cause, before and now, as printed."""
 
     name: str
     before: str
@@ -149,7 +149,7 @@ def measures(results: Results, head_memory: dict[str, float]) -> Iterator[Measur
     yield _ratio("mixed_float16 (left) against mixed_bfloat16, 4 layers: ms", half, shipped, 1.02)
 
 
-def losses(results: Results, before: dict[str, Figures]) -> Iterator[Loss]:
+def lost_times(results: Results, before: dict[str, Figures]) -> Iterator[LostTime]:
     """Yields the milliseconds that a step lost in an earlier commit, and that it loses now.
 
     Args:
@@ -168,16 +168,16 @@ def losses(results: Results, before: dict[str, Figures]) -> Iterator[Loss]:
             deep = deep["parts"]
         return f"{shallow[key]:,.1f} ({deep[key]:,.0f})"
 
-    def row(name: str, key: str) -> Loss:
-        return Loss(name, both(key, old, old_deep), both(key, new, new_deep))
+    def row(name: str, key: str) -> LostTime:
+        return LostTime(name, both(key, old, old_deep), both(key, new, new_deep))
 
     yield row("1. attention, all passes of it", "attention ms")
-    yield Loss(
+    yield LostTime(
         "1. the portable form alone, all passes, launches of it a micro-batch",
         f"{old['attention ms']:,.1f}, {old['attention launches']:,.0f}",
         f"{portable['attention ms']:,.1f}, {portable['attention launches']:,.0f}",
     )
-    yield Loss(
+    yield LostTime(
         "2. what the backward pass computes once more (before: with cuDNN)",
         both(
             "recomputed",
@@ -187,13 +187,13 @@ def losses(results: Results, before: dict[str, Figures]) -> Iterator[Loss]:
         both("recomputed", new, new_deep),
     )
     yield row("3. head and loss", LOSS)
-    yield Loss(
+    yield LostTime(
         "3. launches of it a micro-batch",
         f"{old['loss launches']:,.0f}",
         f"{new['loss launches']:,.0f}",
     )
     yield row("4. sums of gradients", "sums of gradients")
-    yield Loss(
+    yield LostTime(
         "4. bytes moved / accumulators' size, a micro-batch",
         f"{old[TRAFFIC]:.2f}",
         f"{new[TRAFFIC]:.2f}",

@@ -182,9 +182,11 @@ def _measures(run: Run) -> str:
 
 
 def _losses(run: Run) -> str:
-    from benchmarks.h200.bars import losses
+    from benchmarks.h200.bars import lost_times
 
-    return _table(("loss", "before", "now"), list(losses(run.results, run.before["programs"])))
+    return _table(
+        ("lost time", "before", "now"), list(lost_times(run.results, run.before["programs"]))
+    )
 
 
 def _parts(run: Run) -> str:

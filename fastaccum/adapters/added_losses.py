@@ -1,4 +1,8 @@
-"""Losses that a forward pass adds, by `add_loss` or activity regularisers."""
+"""Losses that a forward pass adds, by `add_loss` or activity regularisers.
+
+An activity regulariser returns a sum over rows. Keras divides it by the rows from 3.14 on; before,
+it stays a sum, and is marked as one.
+"""
 
 from __future__ import annotations
 

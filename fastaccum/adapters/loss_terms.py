@@ -18,10 +18,10 @@ from fastaccum.kernels.shapes import as_float, lengths
 
 
 class Term(NamedTuple):
-    """One output's loss over one micro-batch: float32 scalars."""
+    """One output's loss over one micro-batch: float32 scalars, which micro-batches add up."""
 
     loss_sum: tf.Tensor  # of weight x loss over valid elements
-    weight_sum: tf.Tensor  # over the full batch, what the loss's reduction divides by
+    weight_sum: tf.Tensor  # what the loss's reduction divides by, once added up
     scored: ScoredLabels | None = None  # where metrics need the labels' scores
     factor: scalar_losses.Factor | None = None  # of a scalar, by its weights and mask
 
@@ -135,7 +135,11 @@ def scale_by_rows(
     micro_rows: tf.Tensor,
     valid: tf.Tensor | None,
 ) -> Term:
-    """Changes the factor `micro_rows**power` of a term to `rows**power`, of the step's `rows`."""
+    """Makes the loss of a micro-batch, which holds `micro_rows**power`, that of the step's `rows`.
+
+    With the reduction "sum", `power` counts the sum over rows as well. The micro-batches' losses
+    are then averaged by their rows, so that the weight sum is the number of valid rows.
+    """
     loss_sum = term.loss_sum * (rows / micro_rows) ** power
     weight_sum = term.weight_sum
     if loss.reduction == "sum":

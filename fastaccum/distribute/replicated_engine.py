@@ -105,19 +105,19 @@ class ReplicatedEngine(Engine):
         self._statistics = [v for v in self.objective.state if v.dtype.is_floating]
         self._length_known = True
 
-        self._accumulate = self._make_replica_program(self._accumulated)
-        self._finish = self._make_replica_program(self._finished)
-        self._sum = self._make_replica_program(self._summed)
-        self._total = self._make_replica_program(self._totalled)
-        self._count = self._make_replica_program(self.objective.count_stacked)
+        self._accumulate_program = self._make_replica_program(self._accumulate_replica)
+        self._finish_program = self._make_replica_program(self._finish_replica)
+        self._sum_program = self._make_replica_program(self._sum_replica)
+        self._total_program = self._make_replica_program(self._take_totals)
+        self._count_program = self._make_replica_program(self.objective.count_stacked)
         self._counter, self._executor, self._evaluator = make_programs(
             (self._count_on_all, self._execute_on_all, self._evaluate_on_all), jit_compile=False
         )
         self._executor.admit = functools.partial(
-            self._admit_graph, [self._accumulate, *self._ends], True
+            self._admit_graph, [self._accumulate_program, *self._ends], True
         )
         self._evaluator.admit = functools.partial(
-            self._admit_graph, [self._sum, self._total], False
+            self._admit_graph, [self._sum_program, self._total_program], False
         )
         is_on_host = "CPU" in replicas.devices[0]
         self.sharing = len(replicas.devices) if is_on_host else 1  # logical devices share memory
@@ -152,7 +152,7 @@ class ReplicatedEngine(Engine):
     @property
     def _ends(self) -> list[ReplicaProgram]:
         """The programs that follow the reduction of gradients."""
-        return [self._finish]
+        return [self._finish_program]
 
     def _alone(self) -> AbstractContextManager[None]:
         """Lets the optimizers inside the block compute for the traced replica alone.
@@ -167,7 +167,7 @@ class ReplicatedEngine(Engine):
 
     # On one replica, compiled.
 
-    def _accumulated(
+    def _accumulate_replica(
         self, replica: tf.Tensor, counts: tf.Tensor | None, *stacks: Batch
     ) -> tuple[Shared, LocalValues]:
         """Returns the sums that replicas add up, and what this replica keeps to itself."""
@@ -179,7 +179,8 @@ class ReplicatedEngine(Engine):
                 totals = objective.unstack_counts(counts)
             sums = self.cycle.accumulate(*stacks, counts=totals)
 
-        # The stacks of workers may differ in size, and so may what the scale was divided by.
+        # `TrainStep.accumulate` has divided the scale by the typical weight of these stacks, and
+        # those of another worker may weigh otherwise: the replicas' sums are of the whole scale.
         typical_weight = objective.typical_weight(stacks)
         gradients: list[tf.Tensor | None] = []
         for gradient in sums.gradients:
@@ -199,7 +200,7 @@ class ReplicatedEngine(Engine):
         }
         return shared, {"state": state, "seen": self.running.index_checks.seen()}
 
-    def accumulated(self, shared: Shared, state: list[tf.Tensor]) -> Accumulated:
+    def as_accumulated(self, shared: Shared, state: list[tf.Tensor]) -> Accumulated:
         """Returns the sums over all replicas as the cycle takes them."""
         scale = self.cycle.loss_scale.scale()
         return Accumulated(
@@ -211,25 +212,25 @@ class ReplicatedEngine(Engine):
             looked_up={},
         )
 
-    def _finished(
+    def _finish_replica(
         self, shared: Shared, state: list[tf.Tensor], seen: tf.Tensor, share: Share | None = None
     ) -> tuple[Executed, tf.Tensor]:
         in_range = self._take_over(shared, seen)
         for variable, mean in zip(self._statistics, shared["statistics"], strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
-        sums = self.accumulated(shared, state)
+        sums = self.as_accumulated(shared, state)
         all_have_data = tf.equal(shared["working"], float(self._replicas.count))
         result = self.cycle.finish(sums, all_have_data & in_range, share)
         result = self.running.add_step(sums.scale, result, shared["rows"])
         return self.running.report(result, fine=in_range), shared["working"]
 
-    def _summed(self, *stacks: Batch) -> tuple[Shared, tf.Tensor]:
+    def _sum_replica(self, *stacks: Batch) -> tuple[Shared, tf.Tensor]:
         with self._metrics_from_zero() as metric_values:
             sums = self.objective.evaluate(*stacks)
         shared = {"sums": sums, **self._common(metric_values)}
         return shared, self.running.index_checks.seen()
 
-    def _totalled(
+    def _take_totals(
         self, shared: Shared, seen: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         return shared["sums"], self._take_over(shared, seen), shared["working"]
@@ -285,13 +286,13 @@ class ReplicatedEngine(Engine):
 
     def _count_on_all(self, *stacks: Batch) -> list[tf.Tensor]:
         shards = self._shards(stacks)
-        count = self._count(*shards[0])
+        count = self._count_program(*shards[0])
         return self._replicas.all_reduce([count(i, *shard) for i, shard in enumerate(shards)])
 
     def _execute_on_all(self, counts: list, *stacks: Batch) -> tuple[Executed, tf.Tensor]:
         replicas = self._replicas
         shards = self._shards(stacks)
-        accumulate = self._accumulate(replicas.ids[0], counts[0], *shards[0])
+        accumulate = self._accumulate_program(replicas.ids[0], counts[0], *shards[0])
         ends = self._trace_ends(*accumulate.outputs)
         replicas.synchronize()
 
@@ -311,8 +312,8 @@ class ReplicatedEngine(Engine):
         return executed_by_replica[0]  # all replicas finish with the same numbers
 
     def _trace_ends(self, shared: Shared, local: LocalValues) -> list[TracedProgram]:
-        """Traces the programs of `_ends` for the specs of what `_accumulated` returns."""
-        return [self._finish(shared, local["state"], local["seen"])]
+        """Traces the programs of `_ends` for the specs of what `_accumulate_replica` returns."""
+        return [self._finish_program(shared, local["state"], local["seen"])]
 
     def _run_ends(
         self, ends: list[TracedProgram], sums: list[tuple[Shared, LocalValues]]
@@ -331,8 +332,8 @@ class ReplicatedEngine(Engine):
     ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor, tf.Tensor]:
         replicas = self._replicas
         shards = self._shards(stacks)
-        sum_shard = self._sum(*shards[0])
-        total = self._total(*sum_shard.outputs)
+        sum_shard = self._sum_program(*shards[0])
+        total = self._total_program(*sum_shard.outputs)
         replicas.synchronize()
 
         results = [sum_shard(i, *shard) for i, shard in enumerate(shards)]
@@ -402,10 +403,10 @@ class ReplicatedEngine(Engine):
     def retrace(self) -> None:
         self._device_engine.retrace()
         programs = [
-            self._accumulate,
-            self._sum,
-            self._total,
-            self._count,
+            self._accumulate_program,
+            self._sum_program,
+            self._total_program,
+            self._count_program,
             *self._ends,
             self._counter,
             self._executor,
@@ -416,7 +417,7 @@ class ReplicatedEngine(Engine):
 
     @property
     def _training_programs(self) -> list[ReplicaProgram]:
-        return [self._accumulate, *self._ends, self._count]
+        return [self._accumulate_program, *self._ends, self._count_program]
 
     def _dispatch(self, dispatch: Dispatch) -> Executed:
         # The host loops over the steps, since no compiled loop can hold the collective. Steps that
@@ -444,8 +445,8 @@ class ReplicatedEngine(Engine):
         stacks = tf.nest.map_structure(shard_spec, dispatch.stacks)
         counts = None
         if self.objective.has_several_terms:
-            counts = self._count(*stacks).outputs
-        accumulate = self._accumulate(self._replicas.ids[0], counts, *stacks)
+            counts = self._count_program(*stacks).outputs
+        accumulate = self._accumulate_program(self._replicas.ids[0], counts, *stacks)
         ends = self._trace_ends(*accumulate.outputs)
         ends_on_first_replica = [end.concrete for end in ends if 0 in end.captured]
         return [accumulate.concrete, *ends_on_first_replica]
@@ -523,7 +524,7 @@ class ReplicatedEngine(Engine):
         try:
             yield from itertools.chain([first], dispatches)
             if not steps_per_epoch:
-                program = self._accumulate if training else self._sum
+                program = self._accumulate_program if training else self._sum_program
                 working = self._without_data(program)
                 if working:
                     raise self._apart(working)

@@ -281,7 +281,7 @@ class _Owner:
             self._measured, replicas, uses_xla, scope=self._alone, only=replica
         )
         self.finish = ReplicaProgram(
-            self._finished, replicas, uses_xla, scope=self._alone, only=replica
+            self._finish_replica, replicas, uses_xla, scope=self._alone, only=replica
         )
 
     @contextlib.contextmanager
@@ -291,13 +291,13 @@ class _Owner:
             yield
 
     def _measured(self, shared: Shared) -> tf.Tensor:
-        sums = self._engine.accumulated(shared, [])
+        sums = self._engine.as_accumulated(shared, [])
         return self._engine.cycle.squares(sums, self.places)
 
-    def _finished(
+    def _finish_replica(
         self, shared: Shared, squares: tf.Tensor, state: list[tf.Tensor], seen: tf.Tensor
     ) -> tuple[Executed, tf.Tensor, list[tf.Tensor]]:
         share = Share(self.places, squares)
-        executed, working = self._engine._finished(shared, state, seen, share)
+        executed, working = self._engine._finish_replica(shared, state, seen, share)
         weights = [raw(self._engine._trained[place]).read_value() for place in self.places]
         return executed, working, weights

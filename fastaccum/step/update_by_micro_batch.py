@@ -112,7 +112,7 @@ class UpdateByMicroBatch:
         counts = None
         if objective.has_several_terms:
             counts = tf.add_n([self._count(stack) for stack in stacks])
-        # That of all stacks: each micro-batch is scaled as in a program of the whole update.
+        # The typical weight of all stacks scales each micro-batch as in a whole update's program.
         typical = tf.constant(objective.typical_weight(stacks))
         has_added = False
         try:
