@@ -68,7 +68,7 @@ def require_same_variables(layers: Sequence[keras.layers.Layer]) -> None:
     expected = _specs(first)
     owner: dict[int, int] = {}  # the number of the layer that has a variable, by its id
     for i, layer in enumerate(layers):
-        # One may have been switched to a subclass that differs in its gradients alone.
+        # One may have been switched to a subclass with float32 gradients (`fp32_layers`).
         is_same_kind = isinstance(layer, type(first)) or isinstance(first, type(layer))
         specs = _specs(layer)
         if not is_same_kind or specs != expected:
@@ -92,7 +92,7 @@ def _specs(layer: keras.layers.Layer) -> list[tuple[tuple[int, ...], str]]:
 
 
 def require_same_settings(layers: Sequence[keras.layers.Layer]) -> None:
-    """Raises ValueError for layers that one body cannot stand for."""
+    """Raises ValueError for layers that cannot be computed by the same body of a loop."""
     expected = _settings(layers[0])
     for i, layer in enumerate(layers[1:], start=1):
         settings = _settings(layer)
@@ -105,6 +105,8 @@ def require_same_settings(layers: Sequence[keras.layers.Layer]) -> None:
 
 def _settings(layer: keras.layers.Layer) -> object:
     """Returns a layer's configuration without names and seeds, which may differ in a stack."""
+    # The names in the configuration so far. A layer of a functional model refers to another by its
+    # name, which is replaced by its number here: names differ between equal models.
     names: list[object] = []
 
     def comparable(config):
@@ -116,7 +118,6 @@ def _settings(layer: keras.layers.Layer) -> object:
         if isinstance(config, (list, tuple)):
             return [comparable(value) for value in config]
         if isinstance(config, str) and config in names:
-            # The layers of a functional model refer to each other by name.
             return names.index(config)
         return config
 

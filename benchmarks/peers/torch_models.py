@@ -94,7 +94,7 @@ class GPT(nn.Module):
 
 
 def weights(model):
-    """Returns views of the model's weights in Keras's order and layout; assigning sets them."""
+    """Returns views of the model's weights in Keras's order and layout; writing to one sets it."""
     views = []
     for module in model.modules():
         views += _views(module)
@@ -102,7 +102,10 @@ def weights(model):
 
 
 def _views(module):
-    """Returns views of a module's parameters without its parts', then of BatchNorm's statistics."""
+    """Returns views of the weights that a module has itself, without those of its submodules.
+
+    BatchNorm's running statistics are among them, after its parameters.
+    """
     parameters = [parameter.data for parameter in module.parameters(recurse=False)]
     match module:
         case nn.Linear():  # Keras's kernels are [in, out]

@@ -120,7 +120,7 @@ def _draw_bars(title, ratios):
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
         axes.tick_params(labelbottom=True)
-    panel_grid[0, 0].invert_yaxis()
+    panel_grid[0, 0].invert_yaxis()  # of all panels, which share it
     figure.suptitle(title)
     figure.supxlabel(
         "times as long as ours: right of 1 ours is faster, left of 1 the peer", fontsize="medium"

@@ -70,7 +70,7 @@ def patches(size, width, heads, depth):
 
 
 def stem(*layers, width, heads, depth):
-    """Makes these layers, then a transformer: convolutions over time in Whisper."""
+    """Makes a transformer that begins with these layers, as Whisper begins with convolutions."""
     blocks = [attention(heads, width) for _ in range(depth)]
     return sequences(*layers, *blocks)
 
@@ -154,7 +154,7 @@ MODELS = {
     ),
     "transposed": (
         lambda: [
-            *dense(256, 1)[:1],
+            kl.Dense(256, "relu"),
             kl.Dense(7 * 7 * 32),
             kl.Reshape((7, 7, 32)),
             kl.Conv2DTranspose(32, 4, 2, "same", activation="relu"),
@@ -175,7 +175,7 @@ MODELS = {
         lambda: images(
             convolved(16, strides=2),
             inverted(16, excite=True),
-            inverted(32, 2, True),
+            inverted(32, 2, excite=True),
             inverted(32, excite=True),
         ),
         IMAGE,
@@ -251,7 +251,7 @@ def make(name):
     return keras.Model(inputs, x), (numbers, labels)
 
 
-def trainer(name, jit_compile):
+def make_trainer(name, jit_compile):
     """Makes a trainer of the model, and a stack for it."""
     model, stack = make(name)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -263,8 +263,8 @@ def trainer(name, jit_compile):
 
 def make_step(name, jit_compile):
     """Makes a function that runs a train step of the model until its loss is read."""
-    form, stack = trainer(name, jit_compile)
-    return lambda: float(form.train_step(stack).loss)
+    trainer, stack = make_trainer(name, jit_compile)
+    return lambda: float(trainer.train_step(stack).loss)
 
 
 def seconds(step):
@@ -292,9 +292,10 @@ def race(name):
 
 def uses_xla(name):
     """Says if "auto" chooses XLA for a model; nothing is compiled."""
-    made, stack = trainer(name, "auto")
+    trainer, stack = make_trainer(name, "auto")
     sample = Batch(*(tf.TensorSpec(array.shape[1:], array.dtype) for array in stack))
-    return made._builder.get_or_build(sample, made._present_options).objective.options.uses_xla
+    engine = trainer._builder.get_or_build(sample, trainer._present_options)
+    return engine.objective.options.uses_xla
 
 
 def main():

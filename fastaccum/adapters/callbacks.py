@@ -161,7 +161,8 @@ class Callbacks:
         epochs: int,
         steps: int | None,
         history: bool,
-        validates: bool = False,  # within a fit, whose progress line counts train steps alone
+        # True for the validation of a fit: no progress is drawn, as the line counts train steps
+        validates: bool = False,
     ):
         require(callbacks, verbose)
         self._validates = validates
@@ -183,7 +184,7 @@ class Callbacks:
         self.say = self.announce if _is_read_live() else None  # prints advice
         self._last_draw = 0.0
         self._is_within_line = False  # of an announcement
-        self._previous: Logs = dict
+        self._read_previous: Logs = dict  # makes no logs: no step was run before
 
     def _print_part(self, part: str) -> None:
         """Prints a part of a line, which begins below the progress line if that was drawn."""
@@ -219,7 +220,7 @@ class Callbacks:
 
         def begin(batch: int) -> None:
             if batch == 0:
-                self._previous = dict  # the epoch before has nothing to say of this one
+                self._read_previous = dict  # the epoch before has nothing to say of this one
             for hook in begins:
                 hook(batch, {})
 
@@ -241,12 +242,13 @@ class Callbacks:
                 bar.seen = batch + 1  # tf_keras's may count samples, of which a step says nothing
             if bars and time.monotonic() - self._last_draw > REDRAW_SECONDS:
                 self._last_draw = time.monotonic()
-                read_shown = self._previous  # in training, of the step before the one in flight
+                # In training, those of the step before: the newest is in flight.
+                read_shown = self._read_previous
                 if kind == "test":
                     read_shown = read
                 for bar in bars:
                     getattr(bar, end_name)(batch, logs=read_shown())
-            self._previous = read
+            self._read_previous = read
 
         return begin, end
 
@@ -293,21 +295,6 @@ def _is(callback: keras.callbacks.Callback, name: str) -> bool:
     return not {f"keras.{name}", f"tf_keras.{name}"}.isdisjoint(kinds(callback))
 
 
-def take_backed_up_epoch(model: keras.Model, steps_per_epoch: int | None) -> int | None:
-    """Returns the epoch at which a BackupAndRestore has this fit begin, or None.
-
-    The callback leaves it with the model.
-    """
-    state = private.training_state(model, None)  # tf_keras's
-    if state:
-        epoch, _ = state.maybe_load_initial_counters_from_ckpt(steps_per_epoch, 0, mode="train")
-        return int(epoch) or None
-    epoch = private.initial_epoch(model, None)
-    if epoch:
-        private.initial_epoch.set(model, None)
-    return epoch
-
-
 def _overrides(
     callback: keras.callbacks.Callback, kind: Kind, when: Literal["begin", "end"]
 ) -> bool:
@@ -333,3 +320,18 @@ def _records(callback: keras.callbacks.Callback) -> bool:
     if callback.update_freq == "epoch":
         return False
     return private.global_train_batch(callback) % callback.update_freq == 0
+
+
+def take_backed_up_epoch(model: keras.Model, steps_per_epoch: int | None) -> int | None:
+    """Returns the epoch at which a BackupAndRestore has this fit begin, or None.
+
+    The callback leaves it with the model.
+    """
+    state = private.training_state(model, None)  # tf_keras's
+    if state:
+        epoch, _ = state.maybe_load_initial_counters_from_ckpt(steps_per_epoch, 0, mode="train")
+        return int(epoch) or None
+    epoch = private.initial_epoch(model, None)
+    if epoch:
+        private.initial_epoch.set(model, None)
+    return epoch

@@ -38,12 +38,12 @@ class Work(NamedTuple):
 
     multiply_adds: float = 0.0  # of convolutions, for a row
     operations: int = 0  # those in the body of a loop, or of a branch, count once
-    lacks_kernel: bool = False  # TensorFlow has no CPU kernel for a convolution or a pooling
+    needs_xla: bool = False  # TensorFlow may have no CPU kernel of a convolution or a pooling
 
 
 def is_faster_compiled(work: Work, rows: int | None) -> bool:
     """Tells if a train step on micro-batches of so many rows is faster with XLA on a CPU."""
-    if work.lacks_kernel:
+    if work.needs_xla:
         return True
     rows = DEFAULT_ROWS if rows is None else rows
     return rows * work.multiply_adds <= MAX_MULTIPLY_ADDS_PER_OPERATION * work.operations
@@ -53,15 +53,15 @@ def count(traced: ConcreteFunction) -> Work:
     """Counts the work of a traced function of a batch, and of the functions that it calls."""
     multiply_adds = 0.0
     operations = 0
-    lacks_kernel = False
+    needs_xla = False
     for operation in traces.list_operations(traced.graph):
         if operation.type not in _FREE:
             operations += 1
         multiply_adds += _multiply_adds(operation)
         if _lacks_kernel(operation) or _is_compiled_convolution(operation):
-            lacks_kernel = True
+            needs_xla = True
     rows = traced.inputs[0].shape[0] or 1
-    return Work(multiply_adds / rows, operations, lacks_kernel)
+    return Work(multiply_adds / rows, operations, needs_xla)
 
 
 def _multiply_adds(operation: tf.Operation) -> float:
@@ -69,12 +69,12 @@ def _multiply_adds(operation: tf.Operation) -> float:
 
     Each channel of a depthwise convolution counts with all, as XLA:CPU computes the gradient.
     """
-    # A convolution's inputs are x and the kernel, which is applied at each element of the result.
-    # A transposed one's are the result's sizes, the kernel and x, at each element of which the
-    # kernel is applied.
     if operation.type in _CONVOLUTIONS:
+        # The inputs are x and the kernel, which is applied at each element of the result.
         applied_at = operation.outputs[0].shape
     elif operation.type in _TRANSPOSED:
+        # The inputs are the result's sizes, the kernel, and x: the kernel is applied at each
+        # element of x.
         applied_at = operation.inputs[2].shape
     else:
         return 0.0
@@ -101,7 +101,10 @@ def _lacks_kernel(operation: tf.Operation) -> bool:
 
 
 def _is_compiled_convolution(operation: tf.Operation) -> bool:
-    """Tells if a call compiles a convolution by itself, as Keras's grouped convolutions do."""
+    """Tells if a call compiles a convolution by itself, whatever the step's `jit_compile`.
+
+    Keras does so where TensorFlow's own convolution fails on a CPU, as for grouped ones.
+    """
     if not operation.node_def.attr[private.XLA_MUST_COMPILE].b:
         return False
     for graph in traces.called_graphs(operation):

@@ -58,7 +58,9 @@ def measure(engine: Engine, programs: list[tuple[ConcreteFunction, HloProto]]) -
         first_program, _ = programs[0]
         data = [buffer for buffer in _arguments(first_program) if buffer.kind == "data"]
         exchanged = Buffer(engine.exchanged_bytes, "accumulators", "", "exchanged by replicas")
-        memory_plan = MemoryAnalysis(0, 0, 0, engine.exchanged_bytes)
+        memory_plan = MemoryAnalysis(
+            argument_bytes=0, output_bytes=0, alias_bytes=0, temp_bytes=engine.exchanged_bytes
+        )
         moments.append(StepMemory(memory_plan, (*resident_buffers, *data, exchanged)))
 
     return max(moments, key=lambda moment: moment.peak_bytes)
@@ -67,24 +69,25 @@ def measure(engine: Engine, programs: list[tuple[ConcreteFunction, HloProto]]) -
 def needs_shares(
     weights: Sequence[Variable], trained: Sequence[Variable], devices: list[str], slots: float
 ) -> bool:
-    """Tells if a device would be too small for all slots, beside what replicas exchange.
+    """Tells if replicas must share the optimizer's slots out, since a device cannot hold all.
 
-    `slots` is how many numbers the optimizer keeps for each trained weight.
+    Beside the slots a device holds the weights and what replicas exchange. `slots` is how many
+    numbers the optimizer keeps for each trained weight.
     """
     weight_bytes = _bytes_of_variables(weights)
     trained_bytes = _bytes_of_variables(trained)
     # The exchange holds two gradients of each trained weight: before it and after.
     needed = weight_bytes + (slots + 2) * trained_bytes
 
-    # All devices of a CPU's replicas take of one memory.
-    sharing = 1
+    # Replicas on a CPU take from one memory.
+    devices_of_memory = 1
     if "CPU" in devices[0]:
-        sharing = len(devices)
+        devices_of_memory = len(devices)
 
     def room(memory: DeviceMemory) -> int:
         if memory.source == LIMIT:
             return memory.total
-        return memory.free // sharing + weight_bytes  # the weights are there already
+        return memory.free // devices_of_memory + weight_bytes  # the weights are there already
 
     return needed > min(room(available(device)) for device in devices)
 
@@ -262,8 +265,12 @@ def resident_bytes(engine: Engine) -> int:
 
 
 def _arguments(concrete: ConcreteFunction) -> Iterator[Buffer]:
-    """Yields the tensors that a program is called with or captured, other than its variables."""
+    """Yields the tensors that a program is called with or captured, other than its variables.
+
+    A program's arguments are batches, or sums that a program before it has accumulated.
+    """
     positional, _ = concrete.structured_input_signature
+    # Tensors of a batch are named after their place in it. Sums have the name "".
     names: list[str] = []
     for argument in positional:
         if isinstance(argument, Batch):

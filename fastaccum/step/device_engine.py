@@ -25,9 +25,10 @@ from fastaccum.step.update_by_micro_batch import UpdateByMicroBatch
 class DeviceEngine(Engine):
     """Trains and evaluates a model on one device.
 
-    Its programs are those of a `TrainStep` with a `ModelObjective`. Sizes that vary need programs
-    of a single micro-batch. If `compile_parts`, XLA compiles these, each for one size; else
-    TensorFlow runs them op by op, and one trace is for all sizes.
+    Its programs run the whole steps of a `TrainStep` with a `ModelObjective`. Where sizes vary, an
+    update is run in parts instead, by programs of a single micro-batch. If `compile_parts`, XLA
+    compiles the parts, each for one size; else TensorFlow runs them op by op, and one trace is for
+    all sizes.
     """
 
     def __init__(self, built: BuiltModel, compile_parts: bool):
@@ -80,7 +81,7 @@ class DeviceEngine(Engine):
         return self.running.add_step(scale, self.cycle.run(*stacks), rows)
 
     def _execute(self, *stacks: Batch) -> Executed:
-        """Runs one train step on the stacks, one after the other, and reports the logs so far."""
+        """Runs one train step on the micro-batches of all stacks, and reports the logs so far."""
         return self.running.report(self._run(*stacks))
 
     def _execute_many(self, stack: Batch) -> Executed:
@@ -122,10 +123,10 @@ class DeviceEngine(Engine):
     ) -> AbstractContextManager[None]:
         stacks, _ = concrete.structured_input_signature
         run = FirstRun(
-            [concrete],
-            concrete.captured_inputs,
-            Dispatch(stacks, is_multi_step=is_multi_step),
-            training,
+            programs=[concrete],
+            captured=concrete.captured_inputs,
+            dispatch=Dispatch(stacks, is_multi_step=is_multi_step),
+            training=training,
             is_compiled=self.objective.options.uses_xla,
         )
         return self._admit(run)
@@ -134,11 +135,11 @@ class DeviceEngine(Engine):
         self, part: str, training: bool, concrete: ConcreteFunction
     ) -> AbstractContextManager[None]:
         run = FirstRun(
-            [concrete],
-            concrete.captured_inputs,
-            Dispatch(()),
-            training,
-            part,
+            programs=[concrete],
+            captured=concrete.captured_inputs,
+            dispatch=Dispatch(()),
+            training=training,
+            part=part,
             is_compiled=not self.shapes_are_free,
         )
         return self._admit(run)
@@ -189,8 +190,10 @@ class DeviceEngine(Engine):
             return
         stacks = dispatch.stacks
         if dispatch.is_multi_step:
+            # The stuck step at which training ended: later steps of the dispatch were not applied.
             (stack,) = stacks
-            stacks = (_at(stack, trip_count(stack) - 1 - steps_since_end),)
+            last_step = trip_count(stack) - 1
+            stacks = (_at(stack, last_step - steps_since_end),)
         try:
             raise diagnosis.error(self.cycle, self.objective, stacks, place)
         finally:

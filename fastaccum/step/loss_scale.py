@@ -92,7 +92,8 @@ class DynamicLossScale(LossScale):
                 good_steps = 0
 
     The state is two variables, `current_scale` (float32) and `good_steps` (int64), which
-    `tf.train.Checkpoint` saves. A train step with nothing valid in it leaves both as they are.
+    `tf.train.Checkpoint` saves. After a train step with nothing valid in it, `fa.TrainStep` puts
+    both back.
 
     Args:
         init_scale: the first scale.

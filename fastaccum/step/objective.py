@@ -27,7 +27,7 @@ class Objective:
     def prepare(self, stacks: Sequence[Any], counts: Any = None) -> Any:
         """Computes what every micro-batch must know of the stacks.
 
-        `counts` is what several devices have counted of them together.
+        On several devices, `counts` is what was counted of the stacks of all devices together.
         """
         return None
 
@@ -79,7 +79,8 @@ class LossFunction(Objective):
                 f"loss_fn={checks.shown(loss_fn)} must be a function of one micro-batch."
             ) from None
         self.state = tf_variables("state", state)
-        # AutoGraph for the one function that is not ours: it makes a trace many times as long.
+        # A user's function may have Python's `if` and `while`, which AutoGraph converts. All other
+        # code does without, since AutoGraph makes tracing many times as long.
         self._loss_fn = converted(loss_fn)
 
     def sums(self, micro_batch: Any, prepared: Any) -> tuple[tf.Tensor, tf.Tensor]:

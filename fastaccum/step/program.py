@@ -63,6 +63,11 @@ class Program(TracedFunction):
         return call(leaves)
 
     def _first_call(self, args: tuple, leaves: list[tf.Tensor], signature: Signature) -> Any:
+        """Traces the function for a new signature, and runs it while saying how long each takes.
+
+        A relaxed trace is admitted, timed and announced once. Other lengths that it covers are
+        then called as if they had been before.
+        """
         for leaf in leaves:
             if not tf.is_tensor(leaf):
                 raise TypeError(
@@ -83,22 +88,22 @@ class Program(TracedFunction):
         concrete = None
         if relaxed is not None:
             concrete = relaxed.trace(self, leaves, signature)
+            if concrete is None:  # the function needs to know lengths
+                relaxed = None
         if concrete is None:
             concrete = self.trace(*args)
         traced = time.perf_counter()
-
-        def run() -> object:
-            if relaxed is not None and relaxed.concrete is concrete:
-                return self._call_relaxed(relaxed, args, leaves, signature)
-            self._calls[signature] = _make_call(concrete, args)
-            return self._calls[signature](leaves)
 
         cached = compile_cache.entries()
         try:
             with self.admit(concrete):
                 say(f"{traced - start:.1f} s. Compiling it: ")
-                outputs = run()
-        except BaseException as error:  # the next run is the first again
+                if relaxed is not None:
+                    outputs = self._call_relaxed(relaxed, args, leaves, signature)
+                else:
+                    outputs = self._keep_call(concrete, args, signature)(leaves)
+        except BaseException as error:
+            # The next call traces and announces again, as a first one.
             self._calls.pop(signature, None)
             self._relaxed_traces = RelaxedTraces()
             remedy = compile_cache.remedy_for(error)
@@ -111,7 +116,8 @@ class Program(TracedFunction):
             origin = ", loaded from the compile cache"
         say(f"{end - traced:.1f} s{origin}.\n")
         self.seconds[signature] = end - start
-        if relaxed is None or relaxed.concrete is not concrete:
+        # A relaxed trace that failed as it ran has been given up for one of these lengths alone.
+        if relaxed is None or relaxed.concrete is None:
             self._retraces.note(self.seconds, self.axes)
         return outputs
 
@@ -121,25 +127,30 @@ class Program(TracedFunction):
         """Calls a relaxed trace with a new signature; where that fails, a trace of its own.
 
         Code that asks for a length, as `table[: x.shape[1]]` does, finds none in a relaxed trace.
-        Variables are as before then. A shape that does not fit is refused by the trace of its own.
+        The call then fails, its variables are put back, and the function is traced for these
+        lengths alone. If they are wrong for the model, that trace raises its error.
         """
         assert relaxed.concrete is not None
         variables = list(relaxed.concrete.graph.variables)
         before = [variable.read_value() for variable in variables]
-        self._calls[signature] = _make_call(relaxed.concrete, args)
+        call = self._keep_call(relaxed.concrete, args, signature)
         try:
-            return self._calls[signature](leaves)
+            return call(leaves)
         except tf.errors.InvalidArgumentError:
             for variable, value in zip(variables, before, strict=True):
                 variable.assign(value)
         relaxed.refuse()
         self._calls = {}
         super().retrace()  # tf.function would take the relaxed trace for this signature
-        return self._trace_and_call(args, leaves, signature)
+        return self._keep_call(self.trace(*args), args, signature)(leaves)
 
-    def _trace_and_call(self, args: tuple, leaves: list[tf.Tensor], signature: Signature) -> object:
-        self._calls[signature] = _make_call(self.trace(*args), args)
-        return self._calls[signature](leaves)
+    def _keep_call(
+        self, concrete: ConcreteFunction, args: tuple, signature: Signature
+    ) -> Callable[[list[tf.Tensor]], Any]:
+        """Returns the call of a trace, kept for the next arguments of this signature."""
+        call = _make_call(concrete, args)
+        self._calls[signature] = call
+        return call
 
     def retrace(self) -> None:
         super().retrace()
@@ -175,6 +186,7 @@ def _make_call(concrete: ConcreteFunction, args: Any) -> Callable[[list[tf.Tenso
         )
 
     function = concrete.inference_fn
+    # The inverse: where each of optree's leaves is among TensorFlow's results.
     places = np.argsort(_tensorflow_order(returned)).tolist()
     record = private.record
     context = private.context.context()

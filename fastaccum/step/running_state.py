@@ -85,21 +85,22 @@ class RunningState:
             mean.update_state(losses[name])
 
     def reset(self) -> None:
-        """Starts the running means of a new epoch."""
+        """Starts an epoch: the logs, the count of skipped steps and the guards."""
         self.reset_logs()
         self.skipped.assign(0)
         self.stuck_steps.start_epoch()
         self.index_checks.reset()  # what a fit that broke off had seen is not this one's
 
     def fine(self) -> tf.Tensor:
-        """Returns whether steps may be applied: bool scalar."""
+        """Returns whether the guards have found nothing, so steps may be applied: bool scalar."""
         return self.index_checks.in_range() & self.stuck_steps.running()
 
     def add_parts(self, parts: Sequence[tf.Tensor], rows: tf.Tensor, all_rows: tf.Tensor) -> None:
         """Adds to the means a micro-batch's part of each loss.
 
-        The micro-batch has `rows` of the step's `all_rows`.
+        The micro-batch has `rows` of the step's `all_rows`. A step's loss is the sum of its parts.
         """
+        # The means weigh by rows: scaled so, the parts of a step add its loss once for each row.
         for mean, part in zip(self.losses.values(), parts, strict=False):
             mean.update_state(tf.math.divide_no_nan(part * all_rows, rows), rows)
 
@@ -110,7 +111,9 @@ class RunningState:
         """
         valid = tf.not_equal(result.weight, 0.0)
         skipped = ~result.grads_finite & valid
-        self.stuck_steps.count(skipped & (result.loss_scale >= scale), valid)
+        # A skipped step that lowers the scale may help the next; one that does not is stuck.
+        is_stuck = skipped & (result.loss_scale >= scale)
+        self.stuck_steps.count(is_stuck, valid)
         self.loss.update_state(result.loss, rows)
         self.skipped.assign_add(tf.cast(skipped, tf.int64))
         return result

@@ -87,7 +87,7 @@ def test_no_choice_takes_more_than_a_tenth_longer_than_the_other_form(name, monk
     limit = LIMIT_WITH_MANY_WEIGHTS.get(name, LIMIT)
     for (onednn, avx512), times in TIMES.items():
         monkeypatch.setattr(jit_choice, "ONEDNN", onednn)
-        trainer, (x, y) = jit_forms.trainer(name, "auto")
+        trainer, (x, y) = jit_forms.make_trainer(name, "auto")
         with_xla, without = times[name]
         if chosen(trainer, x[0], y[0], rows=x.shape[1]):
             ratio = with_xla / without
@@ -157,7 +157,7 @@ def test_layers_without_a_kernel_for_a_cpu_run_with_xla(without):
 def test_large_micro_batches_of_a_model_near_the_bound_run_without_xla():
     choices = []  # 8.76 ms with XLA and 11 without; 53 and 18 in three runs
     for rows in (16, 128):
-        trainer, (x, y) = jit_forms.trainer("Conv1D and LSTM", "auto")
+        trainer, (x, y) = jit_forms.make_trainer("Conv1D and LSTM", "auto")
         choices.append(chosen(trainer, x[0], y[0], rows=rows))
     assert choices == [True, False]
 
