@@ -291,6 +291,7 @@ def test_evaluate_refuses(trainer, options, error, match):
         ({"x": np.array(3.0)}, ValueError, r"x=array\(3.\) is a scalar"),
         ({"x": np.array([{}, 1])}, TypeError, r"x has dtype object"),
         ({"x": np.zeros((2, 0))}, ValueError, r"^x \(ndarray\): |called with x \(ndarray\): "),
+        ({"x": X[:0]}, ValueError, r"^x is empty: it has 0 rows"),
         ({"x": X[:, :3]}, ValueError, WRONG_WIDTH),
         ({"x": memoryview(X)}, TypeError, r"x is a memoryview that cannot be taken apart"),
     ],

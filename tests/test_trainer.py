@@ -762,6 +762,13 @@ def test_an_attribute_that_is_nearly_an_option_is_refused(name, meant):
         setattr(trainer, name, 1)
 
 
+def test_a_wrong_value_of_an_option_is_refused_and_the_option_stays():
+    trainer = fa.Trainer(regressor(), "sgd", "mse", clip_norm=2.0, jit_compile=False)
+    with pytest.raises(ValueError, match=r"^clip_norm=-1.0 must"):
+        trainer.clip_norm = -1.0
+    assert trainer.clip_norm == 2.0
+
+
 @pytest.mark.parametrize("name", ["model", "loss", "metrics"])
 def test_an_argument_that_is_no_option_cannot_be_set(name):
     trainer = fa.Trainer(regressor(), "sgd", "mse", jit_compile=False)

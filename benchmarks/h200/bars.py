@@ -60,7 +60,7 @@ class Measure(NamedTuple):
 
 
 class LostTime(NamedTuple):
-    """What a step loses by one cause, before and now, as printed."""
+    """Time that a step loses by one cause, before and now, as printed."""
 
     name: str
     before: str

@@ -104,11 +104,13 @@ def require_some(what: str, x: object) -> None:
 
 
 def require_predictable(x: object, text: bool) -> None:
-    """Raises TypeError or ValueError for arrays of no numbers or text, or of unequal rows."""
+    """Raises TypeError or ValueError for arrays of no numbers or text, of unequal rows or none."""
     require_some("x", x)
     is_ragged = any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x))
     if rows.is_array_nest(x) and not is_ragged:
-        rows.count("x: its arrays", rows.as_arrays((x, None, None), text))
+        row_count = rows.count("x: its arrays", rows.as_arrays((x, None, None), text))
+        if row_count == 0:
+            raise ValueError("x is empty: it has 0 rows.")
 
 
 def _batches(
