@@ -100,7 +100,10 @@ def number(name: str, value: object, rule: str, accepts: Callable[[Any], bool]) 
     """Returns `value` as a float, if it is a real number (a bool is not) that `accepts(value)`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={shown(value)} must be {rule}.")
-    if not accepts(value):
+    exact: Any = value
+    if isinstance(value, np.floating):
+        exact = float(value)  # a float16 would be compared with bounds that float16 makes infinite
+    if not accepts(exact):
         raise ValueError(f"{name}={shown(value)} must be {rule}.")
     if 0 < abs(float(value)) < SMALLEST:
         raise ValueError(f"{name}={value} must be {rule}: in float32 it is 0.")

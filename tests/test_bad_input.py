@@ -92,6 +92,7 @@ def whole(name, at_least=1):
         ({"clip_norm": -1.0}, ValueError, r"clip_norm=-1.0 must be a positive"),
         ({"clip_norm": nan}, ValueError, r"clip_norm=nan must be a positive, finite number"),
         ({"clip_norm": inf}, ValueError, r"clip_norm=inf must be a positive, finite number"),
+        ({"clip_norm": np.float16(inf)}, ValueError, r"clip_norm=inf must be a positive, finite"),
         (
             {"clip_norm": "1"},
             TypeError,

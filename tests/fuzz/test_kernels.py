@@ -62,21 +62,36 @@ def run_with_gradients(function, arguments, way):
     return compiled(tensors)
 
 
-def plain(value):
-    """Returns a floating tensor or array as an array of float32 or float64."""
+def plain(value, rounded_to):
+    """Returns a floating tensor or array as an array of float32 or float64.
+
+    Args:
+        value: an argument of the kernel, of any type.
+        rounded_to: the half-precision dtype that the kernel multiplies in, beyond whose range its
+            result is infinite; None for no rounding.
+    """
     if not hasattr(value, "__array__") or isinstance(value, np.generic):
         return value
     value = np.asarray(value)
     is_floating = value.dtype.kind == "f" or value.dtype.name == "bfloat16"
-    return value.astype("float32") if is_floating and value.dtype != "float64" else value
+    if not is_floating or value.dtype == "float64":
+        return value
+    if rounded_to is not None:
+        with np.errstate(over="ignore"):
+            value = value.astype(rounded_to)
+    return value.astype("float32")
 
 
 def check(function, arguments, result):
     """Compares a result and its gradients with those of plain values, where these are finite."""
-    plain_arguments = {name: plain(value) for name, value in arguments.items()}
+    dtypes = [np.asarray(v).dtype.name for v in arguments.values() if hasattr(v, "__array__")]
+    rounded_to = None
+    for dtype in ("bfloat16", "float16"):
+        if dtype in dtypes:
+            rounded_to = tf.as_dtype(dtype).as_numpy_dtype
+    plain_arguments = {name: plain(value, rounded_to) for name, value in arguments.items()}
     if "implementation" in inspect.signature(function).parameters:
         plain_arguments["implementation"] = "reference"
-    dtypes = [np.asarray(v).dtype.name for v in arguments.values() if hasattr(v, "__array__")]
     tolerance = max(TOLERANCES.get(dtype, 0) for dtype in dtypes)
     y, gradients = result
     expected, plain_gradients = run_with_gradients(function, plain_arguments, "eager")

@@ -279,7 +279,7 @@ def train_reference(drawn):
     is_shuffled = bool(arguments.get("shuffle", True)) and drawn.form in ("arrays", "PyDataset")
     if is_shuffled and len(steps) > 1:
         return None
-    optimizer = keras.optimizers.get(arguments["optimizer"])
+    optimizer = keras.optimizers.get(arguments["optimizer"] or "adamw")  # the default of None
     config = optimizer.get_config()
     if arguments.get("clip_norm") is not None:
         config["global_clipnorm"] = float(arguments["clip_norm"])
