@@ -104,10 +104,13 @@ def require_same_settings(layers: Sequence[keras.layers.Layer]) -> None:
 
 
 def _settings(layer: keras.layers.Layer) -> object:
-    """Returns a layer's configuration without names and seeds, which may differ in a stack."""
-    # The names in the configuration so far. A layer of a functional model refers to another by its
-    # name, which is replaced by its number here: names differ between equal models.
-    names: list[object] = []
+    """Returns a layer's configuration without names and seeds, which may differ in a stack.
+
+    A layer of a functional model refers to another by its name. Equal models have other names, so
+    a reference becomes the number of the dict that has the name, in the order of the walk.
+    Layers without a configuration count as equal.
+    """
+    names: list[object] = []  # of each dict so far, None for one without
 
     def comparable(config):
         if isinstance(config, dict):

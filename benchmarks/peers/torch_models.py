@@ -25,6 +25,7 @@ class ConvNet(nn.Sequential):
     def __init__(self, channels, classes):
         layers = []
         for channels_in, channels_out in itertools.pairwise(channels):
+            # PyTorch's momentum is the share of the new batch: 0.01 is Keras's 0.99.
             layers += [
                 nn.Conv2d(channels_in, channels_out, 3, padding="same", bias=False),
                 nn.BatchNorm2d(channels_out, eps=1e-3, momentum=0.01),
@@ -71,7 +72,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder-only transformer `fa.gpt` with a head of its own, from ids `[B, T]` to logits."""
+    """Decoder-only transformer `fa.gpt`, from ids `[B, T]` to logits.
+
+    Its head does not share the embedding's weights.
+    """
 
     def __init__(self, vocabulary_size, context, width, layers, heads):
         super().__init__()
@@ -136,6 +140,6 @@ def _norm(width):
 
 
 def _rotate(t_BHTK, cos_TK, sin_TK):
-    """Applies rotary positions, halves of K paired."""
+    """Applies rotary positions, which rotate element i with element i + K/2."""
     first, second = t_BHTK.chunk(2, dim=-1)
     return t_BHTK * cos_TK + torch.cat([-second, first], dim=-1) * sin_TK

@@ -21,9 +21,9 @@ from benchmarks.support.scores import number
 DPI = 100
 PEER_IS_SLOWER = "tab:blue"
 PEER_IS_FASTER = "tab:orange"
-# The largest value over the smallest from which the scale is logarithmic: on a linear one the small
-# values would lie on the axis.
-LOG_FROM = 8
+# The y axis is logarithmic if its largest value is more than this many times the smallest: on a
+# linear one the small values would lie on the axis.
+MAX_LINEAR_RATIO = 8
 # The least distance of two labels on an axis, as a share of its length: closer ones would touch.
 MIN_LABEL_DISTANCE = 0.08
 PLAIN = FuncFormatter(lambda value, _: f"{value:,.10g}")
@@ -145,7 +145,7 @@ def draw_lines(title, panels):
         ticks = _apart(sorted(all_x))
         axes.set_xticks(ticks, [f"{x:,g}" for x in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
-        if min(ys) > 0 and max(ys) > LOG_FROM * min(ys):
+        if min(ys) > 0 and max(ys) > MAX_LINEAR_RATIO * min(ys):
             axes.set_yscale("log")
             _label_decades(axes.yaxis, *axes.get_ylim())
         else:

@@ -40,7 +40,7 @@ def sequences(*layers):
     return [*layers, kl.GlobalAveragePooling1D(), kl.Dense(CLASSES)]
 
 
-def attention(heads, width):
+def transformer_block(heads, width):
     """Returns a block of a transformer."""
 
     def block(x):
@@ -52,27 +52,27 @@ def attention(heads, width):
     return block
 
 
+def transformer(*stem, width, heads, depth):
+    """Makes a transformer after a stem of layers, such as Whisper's convolutions."""
+    blocks = [transformer_block(heads, width) for _ in range(depth)]
+    return sequences(*stem, *blocks)
+
+
 def tokens(width, heads, depth, vocabulary=1000):
     """Makes a transformer of token ids."""
-    return stem(kl.Embedding(vocabulary, width), width=width, heads=heads, depth=depth)
+    return transformer(kl.Embedding(vocabulary, width), width=width, heads=heads, depth=depth)
 
 
-def two_convolutions(convolution, filters, size, pool, *ending):
-    """Makes two convolutions with pooling between them."""
-    first, second = (convolution(n, size, activation="relu") for n in filters)
-    return [first, pool, second, *ending, kl.Dense(CLASSES)]
+def two_convolutions(convolution, filters, kernel_size, pool, global_pool):
+    """Makes two convolutions with pooling between them, and the scores of the classes."""
+    first, second = (convolution(n, kernel_size, activation="relu") for n in filters)
+    return [first, pool, second, global_pool, kl.Dense(CLASSES)]
 
 
 def patches(size, width, heads, depth):
     """Makes a vision transformer."""
     embed = [kl.Conv2D(width, size, size), kl.Reshape((-1, width))]
-    return stem(*embed, width=width, heads=heads, depth=depth)
-
-
-def stem(*layers, width, heads, depth):
-    """Makes a transformer that begins with these layers, as Whisper begins with convolutions."""
-    blocks = [attention(heads, width) for _ in range(depth)]
-    return sequences(*layers, *blocks)
+    return transformer(*embed, width=width, heads=heads, depth=depth)
 
 
 def convnext(width):
@@ -203,7 +203,7 @@ MODELS = {
     "ViT, small": (lambda: patches(4, 64, 4, 2), IMAGE),
     "ViT, large patches": (lambda: patches(16, 192, 6, 3), (4, 128, 128, 3)),
     "Conv1D stem, transformer": (
-        lambda: stem(
+        lambda: transformer(
             kl.Conv1D(128, 3, padding="same", activation="gelu"),
             kl.Conv1D(128, 3, 2, "same", activation="gelu"),
             width=128,
@@ -213,7 +213,7 @@ MODELS = {
         (4, 128, 40),
     ),
     "Conv2D stem, transformer": (
-        lambda: stem(
+        lambda: transformer(
             convolved(32, strides=2),
             convolved(64, strides=2),
             kl.Reshape((-1, 64)),

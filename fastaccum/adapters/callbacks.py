@@ -20,7 +20,8 @@ from fastaccum.kernels import private
 REDRAW_SECONDS = 0.1
 
 Kind = Literal["train", "test"]
-Logs = Callable[[], dict[str, float]]
+# Makes a step's logs, for which it may wait.
+ReadLogs = Callable[[], dict[str, float]]
 
 
 def log_value(tensor: tf.Tensor) -> Any:
@@ -44,7 +45,8 @@ class LateLogs(dict):  # callbacks ask for a dict: TensorBoard ignores anything 
         self._late = True
 
     def __iter__(self) -> Iterator[str]:
-        # Overridden, or `dict(logs)` would copy the tensors behind this class's back.
+        # Overridden so that `dict(logs)` asks `__getitem__` for each value. From a subclass of dict
+        # with dict's own `__iter__`, Python copies what is stored: the tensors.
         return super().__iter__()
 
 
@@ -139,6 +141,10 @@ def _worth_saying(logs: Mapping[str, float] | None) -> dict[str, float]:
     return shown
 
 
+def _no_logs() -> dict[str, float]:
+    return {}
+
+
 class _EndHook(NamedTuple):
     """A callback and its hook for the end of a batch."""
 
@@ -178,13 +184,14 @@ class Callbacks:
         if history and private.train_counter.exists(model):
             private.train_counter(model).assign(0)  # as tf_keras's fit does
         shown = verbose != 0 and keras.config.is_interactive_logging_enabled()
-        # Prints parts of a line while a program compiles, also to a file: nothing else tells that
-        # the fit goes on.
+        # `announce` prints parts of a line while a program compiles, also to a file: nothing else
+        # tells that the fit goes on. `advise` prints a line of advice, for those who read live.
+        # Each is None where it prints nothing.
         self.announce: Callable[[str], None] | None = self._print_part if shown else None
-        self.say = self.announce if _is_read_live() else None  # prints advice
+        self.advise = self.announce if _is_read_live() else None
         self._last_draw = 0.0
         self._is_within_line = False  # of an announcement
-        self._read_previous: Logs = dict  # makes no logs: no step was run before
+        self._read_previous: ReadLogs = _no_logs  # no step was run before
 
     def _print_part(self, part: str) -> None:
         """Prints a part of a line, which begins below the progress line if that was drawn."""
@@ -204,8 +211,11 @@ class Callbacks:
             if isinstance(callback, _Progress):
                 callback.rows_per_second = rows_per_second
 
-    def hooks(self, kind: Kind) -> tuple[Callable[[int], None], Callable[[int, Logs], None]]:
-        """Returns the batch-begin and batch-end hooks; logs are made if a callback needs them."""
+    def hooks(self, kind: Kind) -> tuple[Callable[[int], None], Callable[[int, ReadLogs], None]]:
+        """Returns the hooks `begin(batch)` and `end(batch, read)`; `read` makes the batch's logs.
+
+        It is called if a callback needs them.
+        """
         begin_name = f"on_{kind}_batch_begin"
         end_name = f"on_{kind}_batch_end"
         bars = [c for c in self.callback_list.callbacks if _is(c, "ProgbarLogger")]
@@ -220,11 +230,11 @@ class Callbacks:
 
         def begin(batch: int) -> None:
             if batch == 0:
-                self._read_previous = dict  # the epoch before has nothing to say of this one
+                self._read_previous = _no_logs  # the epoch before has nothing to say of this one
             for hook in begins:
                 hook(batch, {})
 
-        def end(batch: int, read: Logs) -> None:
+        def end(batch: int, read: ReadLogs) -> None:
             # A TensorBoard takes the number of a step from what tf_keras's own loop counts with.
             for board in boards:
                 private.train_counter(board.model).assign(private.global_train_batch(board))
@@ -233,7 +243,7 @@ class Callbacks:
             if ends:
                 logs = read()
             for hook in ends:
-                if _records(hook.callback):
+                if _needs_logs(hook.callback):
                     hook.call(batch, logs)
                 else:
                     hook.call(batch, {})
@@ -310,7 +320,7 @@ def _overrides(
     return False
 
 
-def _records(callback: keras.callbacks.Callback) -> bool:
+def _needs_logs(callback: keras.callbacks.Callback) -> bool:
     """Tells if a callback needs the logs of a step.
 
     A TensorBoard would read all logs, also in a step that it neither records nor profiles.

@@ -67,7 +67,9 @@ def count(traced: ConcreteFunction) -> Work:
 def _multiply_adds(operation: tf.Operation) -> float:
     """Counts the multiply-adds of a convolution; 0 for any other operation.
 
-    Each channel of a depthwise convolution counts with all, as XLA:CPU computes the gradient.
+    An element of the result takes a product for each element of the kernel but for its last axis.
+    This counts a depthwise convolution like a full one, with all input channels for each output
+    channel, as XLA:CPU computes its gradient.
     """
     if operation.type in _CONVOLUTIONS:
         # The inputs are x and the kernel, which is applied at each element of the result.
@@ -92,7 +94,7 @@ def _lacks_kernel(operation: tf.Operation) -> bool:
     if "Pool3D" in kind and dtype == tf.float16:
         return True
     if ONEDNN and "3D" not in kind and dtype == tf.float32:
-        return False
+        return False  # oneDNN takes any layout and dilation
     attributes = operation.node_def.attr
     is_dilated = max(attributes["dilations"].list.i, default=1) > 1
     if kind in _TRANSPOSED and is_dilated:

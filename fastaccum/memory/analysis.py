@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -38,7 +38,10 @@ def compile_programs(
 
 
 def measure(engine: Engine, programs: list[tuple[ConcreteFunction, HloProto]]) -> StepMemory:
-    """Returns the memory of a step while its largest program runs; the programs run in turn."""
+    """Returns the memory of a step at its largest moment.
+
+    The moments are the runs of its programs, one after the other, and the exchange of replicas.
+    """
     layers = {layer.name for layer in engine.objective.model.layers}
     trained = [tuple(variable.shape) for variable in engine.cycle.variables]
     resident_buffers = resident(engine)
@@ -97,9 +100,10 @@ def _bytes_of_variables(variables: Iterable[Variable]) -> int:
 
 
 def bytes_at_most(engine: Engine, functions: Iterable[ConcreteFunction]) -> int | None:
-    """Bounds `measure` from above as if no result were freed; None if a size is unknown.
+    """Bounds the bytes that `measure` finds from above, without compiling.
 
-    Nothing is compiled.
+    The bound is the sum of all results in the graphs, as if none were freed; None if a size is
+    unknown.
     """
     total = resident_bytes(engine) + engine.exchanged_bytes
     for concrete in functions:
@@ -124,7 +128,8 @@ _WITHOUT_MEMORY = {
     "PartitionedCall",
 }
 
-# Operations on a list of tensors that make no list.
+# Operations that take a list of tensors and make no new one. What they read from it counts as a
+# result of theirs.
 _READS_OR_WRITES_LIST = ("TensorListSetItem", "TensorListGetItem", "TensorListStack")
 
 
@@ -179,9 +184,10 @@ def _elements(shape: Any) -> float:
 
 
 def _list_elements(node: tf.compat.v1.NodeDef, constants: Mapping[str, object]) -> float:
-    """Counts the elements of the list that an operation makes, and of a copy of it.
+    """Counts the elements of the list that an operation makes, twice, since XLA may copy a list.
 
-    They are infinite if the list's length or a shape in it is unknown.
+    They are infinite if the list's length or a shape in it is unknown, or where another operation
+    than TensorListReserve makes the list.
     """
     if not node.op.startswith("TensorList") or node.op in _READS_OR_WRITES_LIST:
         return 0
@@ -254,7 +260,7 @@ def resident(engine: Engine) -> list[Buffer]:
 
     add("weights", objective.model.variables)
     add("weights", cycle.trained)
-    elsewhere = engine.elsewhere
+    elsewhere = engine.elsewhere  # the slots that other replicas hold
     add("optimizer slots", [v for v in cycle.optimizer.variables if id(v) not in elsewhere])
     add("other", [*engine.running.variables, *objective.state])
     return list(buffers.values())
@@ -264,30 +270,34 @@ def resident_bytes(engine: Engine) -> int:
     return sum(buffer.bytes for buffer in resident(engine))
 
 
+class _Argument(NamedTuple):
+    """Description of a tensor that a program is called with."""
+
+    kind: Kind
+    name: str  # its place in the batch; "" for a sum
+    copies: int  # in memory at once
+
+
 def _arguments(concrete: ConcreteFunction) -> Iterator[Buffer]:
     """Yields the tensors that a program is called with or captured, other than its variables.
 
     A program's arguments are batches, or sums that a program before it has accumulated.
     """
     positional, _ = concrete.structured_input_signature
-    # Tensors of a batch are named after their place in it. Sums have the name "".
-    names: list[str] = []
+    arguments: list[_Argument] = []
     for argument in positional:
         if isinstance(argument, Batch):
             for field, nest in argument._asdict().items():
-                names += _places(field, nest)
+                for name in _places(field, nest):
+                    arguments.append(_Argument("data", name, IN_FLIGHT))
         else:
-            names += _places("", argument)
+            for _ in _places("sums", argument):
+                arguments.append(_Argument("accumulators", name="", copies=1))
 
-    # `inputs` ends with the captured tensors, which have no names here.
-    for name, tensor in zip(names, concrete.inputs, strict=False):
-        kind: Kind = "accumulators"
-        copies = 1
-        if name:
-            kind = "data"
-            copies = IN_FLIGHT
-        size = copies * _bytes(tensor.shape, tensor.dtype)
-        yield Buffer(size, kind, "", name, tuple(tensor.shape))
+    # `inputs` are the tensors of the arguments, then the captured ones.
+    for argument, tensor in zip(arguments, concrete.inputs, strict=False):
+        size = argument.copies * _bytes(tensor.shape, tensor.dtype)
+        yield Buffer(size, argument.kind, "", argument.name, tuple(tensor.shape))
 
     for tensor in concrete.captured_inputs:
         if tensor.dtype != tf.resource:
@@ -309,9 +319,7 @@ def _places(name: str, nest: object) -> list[str]:
 
     names = []
     for key, part in items:
-        # What is in a nest without a name has none either.
-        part_name = f"{name}[{key!r}]" if name else ""
-        names += _places(part_name, part)
+        names += _places(f"{name}[{key!r}]", part)
     return names
 
 

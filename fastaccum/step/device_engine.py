@@ -45,9 +45,10 @@ class DeviceEngine(Engine):
             clip_norm=options.clip_norm,
             jit_compile=options.uses_xla,
         )
-        # A whole stack, a short last one, and the sizes that rows are filled up to.
+        # The fifth shape is warned of. A fit has a few by itself: a whole stack, a short last one,
+        # and the sizes that rows are filled up to.
         retraces_of_steps = Retraces(many=5)
-        # Validation data and those of `evaluate` may differ in size.
+        # One more, since validation data and those of `evaluate` may differ in size.
         retraces_of_evaluations = Retraces(many=6)
         uses_xla = options.uses_xla
         self.compiled_execute = Program(self._execute, uses_xla, retraces_of_steps)
@@ -69,8 +70,9 @@ class DeviceEngine(Engine):
             self.cycle,
             self.objective,
             compile_parts,
-            (Retraces(many=3), retraces_of_evaluations),
-            self._admit_part,
+            retraces_of_steps=Retraces(many=3),
+            retraces_of_evaluations=retraces_of_evaluations,
+            admit=self._admit_part,
         )
 
     # Compiled.
@@ -176,7 +178,7 @@ class DeviceEngine(Engine):
             evaluated = [self.compiled_evaluate(*dispatch.stacks)]
         sums_of_stacks = [sums for sums, _ in evaluated]
         totals = [tf.add_n(values) for values in zip(*sums_of_stacks, strict=True)]
-        _, seen = evaluated[-1]  # in all stacks so far
+        _, seen = evaluated[-1]  # the indices of all stacks: each returns those so far
         return totals, lambda: self.running.index_checks.require(seen)
 
     def _require(self, executed: Executed, dispatch: Dispatch, place: str = "") -> None:
@@ -190,7 +192,8 @@ class DeviceEngine(Engine):
             return
         stacks = dispatch.stacks
         if dispatch.is_multi_step:
-            # The stuck step at which training ended: later steps of the dispatch were not applied.
+            # Diagnose the step at which training ended, so many steps before the dispatch's last:
+            # those after it were not applied.
             (stack,) = stacks
             last_step = trip_count(stack) - 1
             stacks = (_at(stack, last_step - steps_since_end),)

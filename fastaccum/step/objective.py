@@ -39,9 +39,13 @@ class Objective:
         raise NotImplementedError
 
     def typical_weight(self, stacks: Sequence[Any]) -> float:
-        """Estimates the weight sum while the step is traced: the number of examples."""
+        """Estimates the weight sum while the step is traced: the number of examples.
+
+        The gradients are summed divided by it, to keep them in range whatever the stacks' size.
+        """
         examples = 0
         for stack in stacks:
+            # All tensors of a stack are [micro-batches, rows, ...]; an unknown size counts as 1.
             tensors = [tensor for tensor in tf.nest.flatten(stack) if tensor is not None]
             known_sizes = [size for size in tensors[0].shape[:2] if size]
             examples += math.prod(known_sizes)

@@ -65,15 +65,11 @@ class Program(TracedFunction):
     def _first_call(self, args: tuple, leaves: list[tf.Tensor], signature: Signature) -> Any:
         """Traces the function for a new signature, and runs it while saying how long each takes.
 
-        A relaxed trace is admitted, timed and announced once. Other lengths that it covers are
-        then called as if they had been before.
+        The trace is a relaxed one, for all lengths, where that is asked for and possible; else one
+        for this signature. A relaxed trace is admitted, timed and announced once. Other lengths
+        that it covers are then called as if they had been before.
         """
-        for leaf in leaves:
-            if not tf.is_tensor(leaf):
-                raise TypeError(
-                    "A program takes tensors in plain dicts, lists and tuples, not "
-                    f"{type(leaf).__name__} {leaf!r:.99}."
-                )
+        _require_tensors(leaves)
         relaxed = None
         if self.may_relax and not self.jit_compile:
             relaxed = self._relaxed_traces.find(signature)
@@ -88,9 +84,8 @@ class Program(TracedFunction):
         concrete = None
         if relaxed is not None:
             concrete = relaxed.trace(self, leaves, signature)
-            if concrete is None:  # the function needs to know lengths
-                relaxed = None
         if concrete is None:
+            relaxed = None  # where there was one, the function needs to know lengths
             concrete = self.trace(*args)
         traced = time.perf_counter()
 
@@ -98,10 +93,10 @@ class Program(TracedFunction):
         try:
             with self.admit(concrete):
                 say(f"{traced - start:.1f} s. Compiling it: ")
-                if relaxed is not None:
-                    outputs = self._call_relaxed(relaxed, args, leaves, signature)
-                else:
+                if relaxed is None:
                     outputs = self._keep_call(concrete, args, signature)(leaves)
+                else:
+                    outputs = self._call_relaxed(relaxed, args, leaves, signature)
         except BaseException as error:
             # The next call traces and announces again, as a first one.
             self._calls.pop(signature, None)
@@ -116,7 +111,7 @@ class Program(TracedFunction):
             origin = ", loaded from the compile cache"
         say(f"{end - traced:.1f} s{origin}.\n")
         self.seconds[signature] = end - start
-        # A relaxed trace that failed as it ran has been given up for one of these lengths alone.
+        # Each trace for one signature alone counts, also that of a relaxed one given up in the run.
         if relaxed is None or relaxed.concrete is None:
             self._retraces.note(self.seconds, self.axes)
         return outputs
@@ -167,11 +162,21 @@ def make_programs(
     return [Program(function, jit_compile, retraces) for function in functions]
 
 
+def _require_tensors(leaves: Iterable[object]) -> None:
+    for leaf in leaves:
+        if not tf.is_tensor(leaf):
+            raise TypeError(
+                "A program takes tensors in plain dicts, lists and tuples, not "
+                f"{type(leaf).__name__} {leaf!r:.99}."
+            )
+
+
 def _make_call(concrete: ConcreteFunction, args: Any) -> Callable[[list[tf.Tensor]], Any]:
     """Returns a function that calls a concrete function with the tensors of a nest like `args`.
 
     The order of its arguments and results, and the handles of its variables, are looked up once.
     """
+    # Leaves are in optree's order. The concrete function takes and returns TensorFlow's.
     order = _tensorflow_order(optree.tree_structure(args))
     captured = list(concrete.captured_inputs)
     returned = optree.tree_structure(concrete.structured_outputs)
@@ -206,9 +211,9 @@ def _make_call(concrete: ConcreteFunction, args: Any) -> Callable[[list[tf.Tenso
 
 
 def _tensorflow_order(structure: optree.PyTreeSpec) -> list[int]:
-    """Lists optree's numbers of a nest's leaves in the order of `tf.nest`.
+    """Lists where each leaf of `tf.nest.flatten` is among the leaves that optree flattens to.
 
-    TensorFlow sorts the keys of an OrderedDict, too.
+    The two differ for an OrderedDict, whose keys TensorFlow sorts.
     """
     numbered = optree.tree_unflatten(structure, range(structure.num_leaves))
     return [number for number in tf.nest.flatten(numbered) if number is not None]

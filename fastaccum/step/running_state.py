@@ -60,7 +60,7 @@ class RunningState:
     def micro_batch_variables(self) -> list[tf.Variable]:
         """The variables that every micro-batch adds to.
 
-        They are sums from zero, but for metrics of the user's own.
+        They start at zero and are added to, except those of metrics that users wrote.
         """
         return [*self.metrics.variables, *_variables_of(self.losses)]
 
@@ -98,9 +98,11 @@ class RunningState:
     def add_parts(self, parts: Sequence[tf.Tensor], rows: tf.Tensor, all_rows: tf.Tensor) -> None:
         """Adds to the means a micro-batch's part of each loss.
 
-        The micro-batch has `rows` of the step's `all_rows`. A step's loss is the sum of its parts.
+        The micro-batch has `rows` of the step's `all_rows`. A step's loss is the sum of its parts,
+        and counts in the mean once for each of all rows.
         """
-        # The means weigh by rows: scaled so, the parts of a step add its loss once for each row.
+        # The mean adds value x rows to its total. With this value that is part x all_rows, which
+        # sums over the step to loss x all_rows. A single loss has no mean beside `self.loss`.
         for mean, part in zip(self.losses.values(), parts, strict=False):
             mean.update_state(tf.math.divide_no_nan(part * all_rows, rows), rows)
 

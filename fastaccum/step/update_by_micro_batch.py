@@ -53,7 +53,8 @@ class UpdateByMicroBatch:
         cycle: the train step of whole updates.
         objective: the cycle's objective.
         jit_compile: compile with XLA, for each size. Without it, one trace is for all sizes.
-        retraces: what the other programs share, those that train and those that evaluate.
+        retraces_of_steps: shared by the programs that train.
+        retraces_of_evaluations: shared by the programs that evaluate.
         admit: `admit(part, training, program)` returns the scope of the first run of a program of
             this part.
     """
@@ -63,7 +64,8 @@ class UpdateByMicroBatch:
         cycle: TrainStep,
         objective: ModelObjective,
         jit_compile: bool,
-        retraces: tuple[Retraces, Retraces],
+        retraces_of_steps: Retraces,
+        retraces_of_evaluations: Retraces,
         admit: Callable[[str, bool, ConcreteFunction], AbstractContextManager[None]],
     ):
         self._cycle = cycle
@@ -77,11 +79,10 @@ class UpdateByMicroBatch:
         # The reached variables that `_finish` was traced with. A micro-batch of a new size may
         # reach more of them, and `_finish` is then traced again.
         self._reached_when_ended: set[int] = set()
-        training, evaluating = retraces
-        self._count = Program(self._count_micro_batch, jit_compile, training)
-        self._add = Program(self._add_micro_batch, jit_compile, training)
-        self._end = Program(self._finish, jit_compile, training)
-        self._evaluate = Program(self._evaluate_micro_batch, jit_compile, evaluating)
+        self._count = Program(self._count_micro_batch, jit_compile, retraces_of_steps)
+        self._add = Program(self._add_micro_batch, jit_compile, retraces_of_steps)
+        self._end = Program(self._finish, jit_compile, retraces_of_steps)
+        self._evaluate = Program(self._evaluate_micro_batch, jit_compile, retraces_of_evaluations)
         self._evaluate.what = "the evaluation"
         for program in (self._count, self._add, self._evaluate):
             program.may_relax = True

@@ -165,19 +165,19 @@ def say_advice(
     stacks: Stacks,
 ) -> None:
     """Tells a user who reads along what Keras does otherwise, before the first step."""
-    if callbacks.say is None:
+    if callbacks.advise is None:
         return
     chose_without_xla = options.jit_compile == "auto" and not engine.objective.options.uses_xla
     has_run = any(made.seconds for made in engine.programs.values())
     if chose_without_xla and not has_run:
         reason = _why_without_xla(builder.setup, builder.calling_python)
-        callbacks.say(f"This model trains without XLA, which {reason}.\n")
+        callbacks.advise(f"This model trains without XLA, which {reason}.\n")
 
     # Where the data has a known end, the progress line shows what a step is.
     steps = schedule.steps_per_epoch
     micro_batches = stacks.layout.accumulation
     if steps is not None and micro_batches > 1 and not stacks.has_known_end:
-        callbacks.say(
+        callbacks.advise(
             f"steps_per_epoch={steps:,} counts updates: an epoch reads {steps * micro_batches:,} "
             f"batches, {micro_batches} for each update. Keras's counts batches.\n"
         )

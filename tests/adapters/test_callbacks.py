@@ -424,8 +424,8 @@ def test_a_notebook_is_told_what_is_compiled(trainer, monkeypatch, capsys, verbo
         None, trainer.model, verbose=verbose, epochs=1, steps=1, history=False
     )
     if verbose:
-        hooks.say("Tracing")
-    assert (hooks.say is not None, capsys.readouterr().out) == (
+        hooks.advise("Tracing")
+    assert (hooks.advise is not None, capsys.readouterr().out) == (
         (True, "Tracing") if verbose else (False, "")
     )
 
