@@ -3,19 +3,24 @@
 Keras runs with the defaults of `compile`, and tuned: the best of 1, 10 and 100 steps per execution,
 with and without XLA. Ours runs with its defaults, and where epochs are long with 10 steps per
 execution. All train on the same examples in the same order, after a first `fit` that compiles.
+
+Keras on its JAX backend, with its defaults, trains in a process of its own and takes turns with
+ours: a process has one backend of Keras.
 """
 
+import importlib.util
 import statistics
 
 import pytest
 
 from benchmarks.peers import keras_accumulation
-from benchmarks.support import agreement, contestants, models
+from benchmarks.support import agreement, contestants, models, processes
 from benchmarks.support.race import race
 from benchmarks.support.scores import milliseconds, ratio
 
 DEFAULT = "Keras GA default"
 OURS_TUNED = "ours, 10 steps/execution"
+ON_JAX = "Keras on JAX"
 
 
 @pytest.mark.parametrize("workload", models.ALL + models.CONVOLUTIONAL, ids=lambda w: w.name)
@@ -53,3 +58,31 @@ def test_fit(workload, benchmark, report):
                 ratio(times[best], times[OURS_TUNED]),
                 note,
             )
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [models.MLP_128, models.CONVNET, models.KERAS_GPT, models.HUB_GPT2],
+    ids=lambda w: w.name,
+)
+def test_fit_beside_keras_on_jax(workload, benchmark, report, monkeypatch):
+    if not importlib.util.find_spec("jax"):
+        pytest.skip("needs jax")
+    if workload is models.HUB_GPT2 and not importlib.util.find_spec("keras_hub"):
+        pytest.skip("needs keras-hub")
+    ours = contestants.make_fit(workload)
+    updates = 1 if benchmark.disabled else workload.fit_updates
+    x, y = workload.arrays(updates)
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    weights = ours.model.get_weights()
+    with processes.fit_peer("jax_keras_fit", "make", workload.name, weights) as peer:
+        our_outcome = agreement.outcome_of_fit(ours, workload)
+        agreement.assert_agree(our_outcome, peer.outcome(), ON_JAX, workload.movement)
+        peer.prepare(updates)
+        times = race(benchmark, lambda: ours.epoch(x, y), {ON_JAX: peer.run}, workload.rounds)
+    if times:
+        note = (
+            f"ours {milliseconds(times['ours'], updates)}, theirs "
+            f"{milliseconds(times[ON_JAX], updates)}"
+        )
+        report(f"fit: {ON_JAX} / ours", workload, ratio(times[ON_JAX], times["ours"]), note)

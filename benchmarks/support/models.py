@@ -224,6 +224,20 @@ def _tokens(vocabulary_size=256, context=128):
     return draw
 
 
+def _keras_gpt(width=64, heads=4, vocabulary_size=1000):
+    """Makes a GPT of Keras's own layers with 200,000 parameters, which has no positions."""
+    ids = keras.Input((64,), dtype="int32")
+    x = kl.Embedding(vocabulary_size, width)(ids)
+    for _ in range(2):
+        y = kl.LayerNormalization()(x)
+        # Without biases: softmax cancels that of the keys, so that its gradient is rounding noise.
+        attention = kl.MultiHeadAttention(heads, width // heads, use_bias=False)
+        x = kl.Add()([x, attention(y, y, use_causal_mask=True)])
+        y = kl.LayerNormalization()(x)
+        x = kl.Add()([x, kl.Dense(width)(kl.Dense(4 * width, activation="gelu")(y))])
+    return keras.Model(ids, kl.Dense(vocabulary_size)(kl.LayerNormalization()(x)))
+
+
 def _hub_gpt2():
     """Makes KerasHub's GPT-2 with 200,000 parameters, without dropout."""
     import keras_hub
@@ -322,6 +336,9 @@ GPT_32K = Workload(
 GPT_NANO = dataclasses.replace(
     GPT, name="GPT nano", build=lambda: fa.gpt(preset="nano", context=128)
 )
+KERAS_GPT = dataclasses.replace(
+    GPT, name="Keras GPT", build=_keras_gpt, draw=_tokens(1000, context=64)
+)
 HUB_GPT2 = dataclasses.replace(GPT, name="KerasHub GPT-2", build=_hub_gpt2, draw=_padded_tokens)
 
 ALL = (MLP_128, MLP_2048, CONVNET, GPT)
@@ -360,9 +377,8 @@ WITH_DROPOUT = {
 }
 
 
-_NAMED = {
-    workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K, GPT_NANO, HUB_GPT2)
-}
+_SMALL = (GPT_NANO, KERAS_GPT, HUB_GPT2)
+_NAMED = {workload.name: workload for workload in (*ALL, *CONVOLUTIONAL, GPT_32K, *_SMALL)}
 
 
 # A benchmark passes a function below with its arguments to other processes, which make the workload

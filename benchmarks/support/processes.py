@@ -112,6 +112,36 @@ class Peer:
         return self.block()
 
 
+class FitPeer:
+    """`Fit` of `benchmarks.peers.<module>.<function>`, in the process of this object.
+
+    Args:
+        module, function: by name, so that the suite's own process need not import the peer's
+            framework.
+        workload: its name.
+        weights: the initial weights as NumPy arrays. From one seed, each backend of Keras draws
+            other ones.
+    """
+
+    def __init__(self, module, function, workload, weights):
+        self.workload = models.named(workload)
+        make = getattr(importlib.import_module(f"benchmarks.peers.{module}"), function)
+        self.fit = make(self.workload)
+        self.fit.model.set_weights(weights)
+
+    def outcome(self):
+        """Trains from the initial weights and returns the `Outcome`."""
+        return agreement.outcome_of_fit(self.fit, self.workload)
+
+    def prepare(self, updates):
+        """Draws the data of an epoch of `updates` updates."""
+        self.arrays = self.workload.arrays(updates)
+
+    def run(self):
+        """Trains for an epoch; returns its loss."""
+        return self.fit.epoch(*self.arrays)
+
+
 class Replicas:
     """fastaccum's train steps under MirroredStrategy: one with slots on each device, one sharded.
 
@@ -155,6 +185,7 @@ class _Process(BaseManager):
 
 _Process.register("Contestant", Contestant)
 _Process.register("Peer", Peer)
+_Process.register("FitPeer", FitPeer)
 _Process.register("Replicas", Replicas)
 
 
@@ -214,6 +245,11 @@ def _alone(kind, *arguments):
 def peer(*arguments):
     """Makes a `Peer` in a process of its own, whose cores its framework's threads have alone."""
     return _alone("Peer", *arguments)
+
+
+def fit_peer(*arguments):
+    """Makes a `FitPeer` in a process of its own, which takes over the environment."""
+    return _alone("FitPeer", *arguments)
 
 
 def replicas(*arguments):

@@ -16,6 +16,8 @@ WORKLOADS = (
     "ResNet20",
     "MobileNet",
     "U-Net",
+    "Keras GPT",
+    "KerasHub GPT-2",
 )
 
 # The measure, and what the tables call it. README.md has those against others, docs/performance.md
@@ -25,6 +27,15 @@ AGAINST_OTHERS = {
     "fit: Keras GA best tuned / ours": "`fit`: Keras 3's accumulation, tuned / ours",
     "fit: Keras GA best tuned / ours tuned": (
         "`fit`: Keras 3's accumulation, tuned / ours with 10 steps per execution"
+    ),
+    "fit: Keras on JAX / ours": (
+        "`fit`: Keras 3's accumulation on its JAX backend, its defaults / ours"
+    ),
+    "first epoch, cold: Keras GA default / ours": (
+        "first epoch of a process: Keras 3's accumulation, its defaults / ours"
+    ),
+    "first epoch, cold: Keras on JAX / ours": (
+        "first epoch of a process: Keras 3's accumulation on its JAX backend, its defaults / ours"
     ),
     "fit: gradient-accumulator / ours": "`fit`: tf-keras with `gradient-accumulator` / ours",
     "fit with Dropout: Keras GA, jit / ours": (
