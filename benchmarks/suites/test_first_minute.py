@@ -23,6 +23,7 @@ import pytest
 from benchmarks.support import models
 from benchmarks.support.processes import in_new_process
 from benchmarks.support.race import race
+from benchmarks.support.scores import ratio
 
 EPOCHS = 3
 UPDATES = 20  # in an epoch
@@ -123,15 +124,18 @@ def test_first_minute(name, benchmark, report, tmp_path, monkeypatch):
 
 
 def report_ratios(report, name, peer, their_runs, ours, our_runs):
-    """Reports the ratio of the medians for each span of time."""
+    """Reports the median of the rounds' ratios for each span of time."""
     spans = {
         "first update": operator.attrgetter("first_update"),
         "first epoch": operator.attrgetter("first_epoch"),
         "first three epochs": operator.attrgetter("total"),
     }
     for span, seconds in spans.items():
-        our_seconds = statistics.median(map(seconds, our_runs))
-        their_seconds = statistics.median(map(seconds, their_runs))
-        note = f"ours {our_seconds:.2f} s, theirs {their_seconds:.2f} s"
+        our_seconds = list(map(seconds, our_runs))
+        their_seconds = list(map(seconds, their_runs))
+        note = (
+            f"ours {statistics.median(our_seconds):.2f} s, "
+            f"theirs {statistics.median(their_seconds):.2f} s"
+        )
         measure = f"{span}, cold: {peer} / {ours}"
-        report(measure, models.named(name), their_seconds / our_seconds, note)
+        report(measure, models.named(name), ratio(their_seconds, our_seconds), note)
