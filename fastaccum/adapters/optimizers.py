@@ -10,8 +10,10 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.basics.attributes import Variable, kinds, package, raw, replaced
+from fastaccum.adapters.shared_updates import shared_updates
+from fastaccum.basics.attributes import Variable, kinds, of_keras, package, raw, replaced
 from fastaccum.kernels import private
+from fastaccum.kernels.xla_ops import in_xla
 
 _KNOWN_PACKAGES = ("keras", "tf_keras", "tensorflow_addons", "transformers")
 # What Keras's or tf_keras's own train step calls, and this one does not.
@@ -214,14 +216,19 @@ class Optimizer:
 
         changed = [*self._model_variables, *self.variables]
         before = [v.read_value() for v in changed]
-        with self._selecting(ok) as selected, self._with_lookups(rows_by_table):
+        with self._selecting(ok, pairs) as selected, self._with_lookups(rows_by_table):
             self._update(pairs)
         for variable, value in zip(changed, before, strict=True):
             if id(variable) not in selected:
                 variable.assign(tf.where(ok, variable.read_value(), value))
 
-    def _selecting(self, ok: tf.Tensor | bool) -> contextlib.AbstractContextManager[set[int]]:
-        """Lets assignments in the block select by `ok`; yields the ids of the variables that do."""
+    def _selecting(
+        self, ok: tf.Tensor, pairs: Pairs
+    ) -> contextlib.AbstractContextManager[set[int]]:
+        """Lets assignments in the block select by `ok`; yields the ids of the variables that do.
+
+        The block updates the variables of `pairs`.
+        """
         return contextlib.nullcontext(set())
 
     def _with_lookups(
@@ -294,6 +301,11 @@ def _assigns_itself(part: keras.optimizers.Optimizer) -> bool:
     return any(is_users(part, method) for method in _ASSIGNMENTS)
 
 
+def _updates_as_keras(part: keras.optimizers.Optimizer) -> bool:
+    """Tells if an optimizer is one of Keras's own, which updates variables of a spec alike."""
+    return of_keras(part) and not is_users(part, "update_step")
+
+
 class _Constraint(keras.constraints.Constraint):
     """A function as a Constraint, which a Keras variable needs before Keras 3.15."""
 
@@ -325,7 +337,7 @@ class Keras3Optimizer(Optimizer):
         return self._seen_as[id(variable)]
 
     @contextlib.contextmanager
-    def _selecting(self, ok: tf.Tensor | bool) -> Iterator[set[int]]:
+    def _selecting(self, ok: tf.Tensor, pairs: Pairs) -> Iterator[set[int]]:
         # The weights are computed from the slots as assigned. Were these selected later, XLA would
         # compute the new slots twice, once from copies of the old ones: 8 bytes per parameter for
         # Adam.
@@ -351,7 +363,12 @@ class Keras3Optimizer(Optimizer):
         for part in self.parts:
             for name, compute_new in _ASSIGNMENTS.items():
                 hooks.append((part, name, hooked(getattr(part, name), compute_new)))
-        with replaced(hooks):
+        native_pairs = [(gradient, self._to_native(v)) for gradient, v in pairs]
+        sharing = [part for part in self.parts if in_xla() and _updates_as_keras(part)]
+        with contextlib.ExitStack() as hooked_parts:
+            hooked_parts.enter_context(replaced(hooks))
+            for part in sharing:
+                hooked_parts.enter_context(shared_updates(part, native_pairs, ok, selected))
             yield selected
 
     def _knows(self, variable: Variable) -> bool:

@@ -152,8 +152,9 @@ def _computed(concrete: ConcreteFunction) -> int | None:
     def count_in_node(node: tf.compat.v1.NodeDef) -> float:
         elements: float = 0
         for value in node.attr.values():
-            if value.func.name in functions:
-                elements += count_in_function(value.func.name)
+            for called in (value.func, *value.list.func):
+                if called.name in functions:
+                    elements += count_in_function(called.name)
         if node.op in _WITHOUT_MEMORY:
             return elements
         for shape in node.attr[private.OUTPUT_SHAPES].list.shape:

@@ -78,6 +78,14 @@ def test_what_is_known_without_compiling_bounds_the_peak(memory):
     assert found.peak_bytes <= bytes_at_most(trainer._engine, programs) < 20 * found.peak_bytes
 
 
+def test_the_results_in_a_branch_are_bounded_too():
+    @tf.function(autograph=False)
+    def branch(x):
+        return tf.switch_case(tf.size(x), [lambda: tf.reduce_sum(tf.ones([1000, 16]) * x)])
+
+    assert _computed(branch.get_concrete_function(tf.TensorSpec([16]))) >= 4 * 1000 * 16
+
+
 @pytest.mark.parametrize(("shape", "known"), [([16], True), (None, False)])
 def test_writes_of_loops_are_bounded_if_their_size_is_known(shape, known):
     """Bounds the writes of a LayerStack's loops: otherwise each such step would be compiled twice."""
