@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from fastaccum.kernels.devices import has_gpu
-from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice, in_xla
+from fastaccum.kernels.variable_stack import VariableStack
+from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice, in_xla, loop
 
+# What a gradient is summed for: a variable, or a stack of some.
+Trained: TypeAlias = "tf.Variable | VariableStack"
 # The tensors that a loop carries, by the variable's place.
 Carried = dict[int, list[tf.Tensor]]
 
@@ -58,7 +61,7 @@ class OfferedTotals:
     changed on its way, nobody reads the noted sum, and XLA drops it.
     """
 
-    def __init__(self, variables: Sequence[tf.Variable], totals: Sequence[tf.Tensor]):
+    def __init__(self, variables: Sequence[Trained], totals: Sequence[tf.Tensor]):
         self._noted: dict[Hashable, tf.Tensor] = {}
         self._by_variable: dict[Hashable, OfferedTotal] = {}
         for variable, total in zip(variables, totals, strict=False):
@@ -72,12 +75,15 @@ class OfferedTotals:
         """
         self._graph = None
 
-    def find(self, variable: tf.Tensor | tf.Variable | None) -> OfferedTotal | None:
-        """Returns the total of a variable, in the graph of the forward pass alone."""
+    def find(self, variable: tf.Tensor | tf.Variable | VariableStack | None) -> OfferedTotal | None:
+        """Returns the total of a variable, or of a stack of some.
+
+        It does so in the graph of the forward pass alone.
+        """
         # What is traced in another graph, a branch or a loop's body, may run any number of times.
         if tf.compat.v1.get_default_graph() is not self._graph:
             return None
-        if not isinstance(variable, tf.Variable):
+        if not isinstance(variable, (tf.Variable, VariableStack)):
             return None
         return self._by_variable.get(variable.ref())
 
@@ -321,7 +327,7 @@ class TotalsBefore(NamedTuple):
 
 
 def totals_before(
-    variables: Sequence[tf.Variable],
+    variables: Sequence[Trained],
     sums: Sequence[tf.Tensor | None],
     looked_up: Mapping[int, tf.Tensor],
 ) -> TotalsBefore:
@@ -470,6 +476,46 @@ def squares(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor) -> list[t
     return [_sum_of_squares(a * tf.cast(unscale, a.dtype)) for a in accumulators]
 
 
+def layer_numbers(count: int) -> list[tf.Tensor]:
+    """Returns the numbers of layers, from 0 on, as scalars that XLA does not know on a CPU.
+
+    It would compile what each layer's part of a stack is used for with the number as a constant,
+    and so once for each layer; without, it compiles that once for all.
+    """
+    numbers = [tf.constant(k) for k in range(count)]
+    if in_xla() and not has_gpu():
+        # XLA computes no loop in advance but one that counts: the numbers are negated twice.
+        numbers = loop(2, lambda _, *numbers: [-number for number in numbers], numbers)
+    return numbers
+
+
+def _whole_tensors(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns the tensors, with a whole one in place of all of its parts.
+
+    One kernel then reduces what would be one for each layer of a model.
+    """
+    parts_by_whole: dict[str, list[tf.Tensor]] = {}
+    for t in tensors:
+        if _is_part(t):
+            parts_by_whole.setdefault(t.op.inputs[0].name, []).append(t)
+    wholes = []
+    for t in tensors:
+        parts = []
+        if _is_part(t):
+            whole = t.op.inputs[0]
+            parts = parts_by_whole[whole.name]
+        if not parts or len(parts) < whole.shape[0]:
+            wholes.append(t)
+        elif t is parts[0]:
+            wholes.append(whole)
+    return wholes
+
+
+def _is_part(t: tf.Tensor) -> bool:
+    """Tells if a tensor is a part of another, along its first axis."""
+    return tf.is_symbolic_tensor(t) and t.op.type == "GatherV2" and t.op.inputs[1].shape.rank == 0
+
+
 def reduce(
     accumulators: Sequence[tf.Tensor],
     denominator: tf.Tensor,
@@ -490,7 +536,7 @@ def reduce(
     are on other devices.
     """
     if squared is None:
-        squared = squares(accumulators, denominator)
+        squared = squares(_whole_tensors(accumulators), denominator)
     norm = tf.sqrt(tf.add_n(squared))
     factor = tf.math.reciprocal_no_nan(denominator)
     if clip_norm is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import keras
 import tensorflow as tf
@@ -11,12 +11,17 @@ import tensorflow as tf
 from fastaccum.kernels import trace_context
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.trace_context import NO_CASTS, Casts, Find
+from fastaccum.kernels.variable_stack import VariableStack
 
 
-def hoisted_casts(values: Iterable[tuple[keras.Variable | tf.Variable, tf.Tensor]]) -> Casts:
+def hoisted_casts(
+    values: Iterable[tuple[keras.Variable | tf.Variable, tf.Tensor]],
+    stacks: Mapping[VariableStack, tf.Tensor] | None = None,
+) -> Casts:
     """Returns casts that are made outside of the loop that is traced here.
 
-    They are made where each variable's value was read: `values` lists variables with their values.
+    They are made where each variable's value was read: `values` lists variables with their values,
+    and `stacks` those that were read until a cast is asked for.
     """
     value_by_id = {id(variable): value for variable, value in values}
     if not value_by_id:
@@ -29,14 +34,15 @@ def hoisted_casts(values: Iterable[tuple[keras.Variable | tf.Variable, tf.Tensor
         key = (source if is_table else id(source), dtype)
         if key in made:
             return made[key]
-        if not is_table and id(source) not in value_by_id:
+        value = value_by_id.get(id(source))
+        if stacks is not None and isinstance(source, VariableStack):
+            value = stacks.get(source)
+        if not is_table and value is None:
             return None
         with outside.as_default():
             if is_table:
                 make, *arguments = source
                 value = make(*arguments)
-            else:
-                value = value_by_id[id(source)]
             made[key] = tf.cast(value, dtype)
         return made[key]
 
@@ -45,7 +51,7 @@ def hoisted_casts(values: Iterable[tuple[keras.Variable | tf.Variable, tf.Tensor
 
 @contextlib.contextmanager
 def rounded_layer(
-    stacks: Iterable[tuple[keras.Variable, keras.Variable]],
+    stacks: Iterable[tuple[keras.Variable, keras.Variable | VariableStack]],
     i: tf.Tensor,
     scope: keras.StatelessScope,
 ) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import keras
 import tensorflow as tf
 
-from fastaccum.kernels import private, stackable
+from fastaccum.kernels import private
 from fastaccum.kernels.checkpoint_name import collected_names
 from fastaccum.kernels.checks import naming
 from fastaccum.kernels.custom_gradients import custom_gradient
@@ -19,6 +19,7 @@ from fastaccum.kernels.gradients import accumulator_dtype
 from fastaccum.kernels.hoisted_casts import allow_outer_casts, rounded_layer
 from fastaccum.kernels.recomputed_function import Gradient, Nest, Policy, RecomputedFunction
 from fastaccum.kernels.trace_context import accumulator_of
+from fastaccum.kernels.variable_stack import VariableStack
 from fastaccum.kernels.xla_ops import dynamic_add_slice, first_order, loop, unfilled
 
 # What layers raise, beside TypeError and ValueError, of an input that they cannot take.
@@ -26,6 +27,10 @@ OF_LAYERS = (IndexError, AttributeError, NotImplementedError, tf.errors.Unimplem
 
 Tensors = list[tf.Tensor]
 Result = tuple[tf.Tensor, dict[int, tf.Tensor]]
+
+
+class NotStackable(ValueError):
+    """Raised for a layer that does what a stack would not do with it."""
 
 
 class LoopOptions(NamedTuple):
@@ -38,24 +43,30 @@ class LoopOptions(NamedTuple):
 class Body(NamedTuple):
     """One layer as a function of its input, of tensors that layers share, and of its variables."""
 
-    template: keras.layers.Layer
+    name: str  # of the layer, for errors
+    layer: Callable[..., tf.Tensor]  # called with x and the keyword arguments
     weights: list[keras.Variable]  # those that are learned
-    stacks: list[keras.Variable]  # these, of all layers
+    stacks: Sequence[keras.Variable | VariableStack]  # these, of all layers
     state: list[keras.Variable]  # the others: statistics, then seeds
-    training: bool
+    training: bool  # false where no gradient is asked for
     arguments: list[object]  # the mask (or None) and the keyword arguments
+    # Given x and what the layer returns while it is traced; may raise NotStackable.
+    check: Callable[[tf.Tensor, tf.Tensor], None] = lambda x, y: None
 
     @property
     def shared(self) -> Tensors:
-        """The tensors among the arguments."""
-        return [t for t in tf.nest.flatten(self.arguments) if tf.is_tensor(t)]
+        """The floating tensors among the arguments.
+
+        Others, which have no gradient, are captured, so that an attention mask can be followed to
+        what makes it outside.
+        """
+        return [t for t in tf.nest.flatten(self.arguments) if _is_floating(t)]
 
     def __call__(self, i, x, shared, weights, state):
         """Returns layer `i`'s output, and the new values of states that it assigns, by place."""
-        name = stackable.describe(self.template)
         remaining = iter(shared)
         mask, kwargs = tf.nest.map_structure(
-            lambda t: next(remaining) if tf.is_tensor(t) else t, self.arguments
+            lambda t: next(remaining) if _is_floating(t) else t, self.arguments
         )
         scope = keras.StatelessScope(collect_losses=True)
         # The values are not the scope's argument: in an outer layer's autocast scope Keras would
@@ -66,9 +77,10 @@ class Body(NamedTuple):
             scope.add_update((variable, value))
         with rounded_layer(zip(self.weights, self.stacks, strict=True), i, scope):
             private.keras_mask.set(x, mask)
-            with naming(f"{name}, called with x {_spec(x)} and {list(kwargs)}", *OF_LAYERS):
-                y = self.template(x, training=self.training, **kwargs)
+            with naming(f"{self.name}, called with x {_spec(x)} and {list(kwargs)}", *OF_LAYERS):
+                y = self.layer(x, **kwargs)
         self._require_stackable(x, y, mask, weights, scope)
+        self.check(x, y)
         y.set_shape(x.shape)
 
         assigned = {}
@@ -86,26 +98,26 @@ class Body(NamedTuple):
         weights: Sequence[tf.Tensor],
         scope: keras.StatelessScope,  # in which the layer mapped x to y
     ) -> None:
-        """Raises ValueError for what a layer did that a stack would not do with it."""
-        name = stackable.describe(self.template)
+        """Raises NotStackable for what a layer did that a stack would not do with it."""
+        name = self.name
         if not tf.is_tensor(y) or y.dtype != x.dtype or not y.shape.is_compatible_with(x.shape):
-            raise ValueError(
+            raise NotStackable(
                 f"{name} maps {_spec(x)} to {_spec(y)}: a LayerStack's layer must return one "
                 "tensor, of its input's shape and dtype."
             )
         if mask is not None and private.keras_mask(y, None) is not mask:
-            raise ValueError(
-                f"{name} changes its input's mask, which a LayerStack passes to every layer as "
-                "it is."
+            raise NotStackable(
+                f"{name} changes its input's mask, which a loop over layers passes to each as it "
+                "is."
             )
         if scope.losses:
-            raise ValueError(
+            raise NotStackable(
                 f"{name} adds losses (`add_loss` or an activity regularizer): add them outside "
                 "the LayerStack."
             )
         for variable, value in zip(self.weights, weights, strict=True):
             if scope.get_current_value(variable) is not value:
-                raise ValueError(
+                raise NotStackable(
                     f"{name} assigns {variable.path!r}, which is trained: a LayerStack would "
                     "lose it."
                 )
@@ -125,7 +137,7 @@ class _Gradients(NamedTuple):
     """The gradients of one layer's arguments."""
 
     x: tf.Tensor
-    shared: Tensors  # of those that are floating
+    shared: Tensors
     weights: Tensors
 
 
@@ -141,7 +153,7 @@ class LayerGraph(RecomputedFunction):
         count = len(tf.nest.flatten(specs))  # captured tensors come after these
         self._inputs = tf.nest.pack_sequence_as(specs, function.inputs[:count])
         x = self._inputs.x
-        sources = [x, *_floating(self._inputs.shared), *self._inputs.weights]
+        sources = [x, *self._inputs.shared, *self._inputs.weights]
         super().__init__(function, names, roots=[x], targets=[y], sources=sources)
 
     @property
@@ -173,7 +185,7 @@ class LayerGraph(RecomputedFunction):
         weights: Tensors,
         state: Tensors,
     ) -> _Gradients:
-        """Copies the gradients of x, the floating shared tensors and the weights."""
+        """Copies the gradients of x, the shared tensors and the weights."""
         inputs = self._inputs
         fed = self.feed(
             [inputs.i, inputs.shared, inputs.weights, inputs.state, self.residuals],
@@ -182,7 +194,7 @@ class LayerGraph(RecomputedFunction):
         gradients = iter(self.gradients([dy], fed))  # in the order of the sources
         return _Gradients(
             x=_or_zeros(next(gradients), dy),
-            shared=[_or_zeros(next(gradients), t) for t in _floating(shared)],
+            shared=[_or_zeros(next(gradients), t) for t in shared],
             weights=[_or_zeros(next(gradients), t) for t in weights],
         )
 
@@ -220,7 +232,10 @@ def run_loops(
     """
     accumulators = {}
     for k, variable in enumerate(body.stacks):
-        accumulator = accumulator_of(variable.value)
+        source = variable
+        if isinstance(variable, keras.Variable):
+            source = variable.value
+        accumulator = accumulator_of(source)
         if accumulator is not None:
             accumulators[k] = accumulator
     assigned: list[int] = []  # the places of the states that the layer assigns
@@ -248,7 +263,7 @@ def run_loops(
         def gradient(dy, *_, variables=None):
             if variables:
                 raise ValueError(
-                    f"{stackable.describe(body.template)} uses variables that are not its own, "
+                    f"{body.name} uses variables that are not its own, "
                     f"so that they get no gradient: {[v.name for v in variables]}. Pass them to "
                     "the LayerStack's call by keyword."
                 )
@@ -363,17 +378,11 @@ class _Loops:
             new_totals = {k: _add_at(i, total, gradients.weights[k]) for k, total in totals.items()}
             return [gradients.x, new_sums, _write(i, buffers, gradients.weights), new_totals]
 
-        sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in _floating(self.shared)]
+        sums = [tf.zeros_like(t, accumulator_dtype(t.dtype)) for t in self.shared]
         buffers = [self._buffer(w.dtype, w.shape) for w in self.weights]
         dx, sums, buffers, totals = self._repeat(turn, [dy, sums, buffers, totals])
 
-        remaining_sums = iter(sums)
-        d_shared = []
-        for t in self.shared:
-            if t.dtype.is_floating:
-                d_shared.append(tf.cast(next(remaining_sums), t.dtype))
-            else:
-                d_shared.append(None)
+        d_shared = [tf.cast(total, t.dtype) for total, t in zip(sums, self.shared, strict=True)]
         d_weights = [buffer.stack() for buffer in buffers]
         return _Backward([dx, *d_shared, *d_weights], totals)
 
@@ -390,8 +399,8 @@ class _Loops:
         return _array(dtype, shape)
 
 
-def _floating(tensors: Sequence[tf.Tensor]) -> Tensors:
-    return [t for t in tensors if t.dtype.is_floating]
+def _is_floating(value: Any) -> bool:
+    return tf.is_tensor(value) and value.dtype.is_floating
 
 
 def _specs(tensors: Nest) -> Nest:

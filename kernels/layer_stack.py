@@ -265,7 +265,8 @@ class LayerStack(keras.layers.Layer):
         weights, state = self._split(self._stacked_variables)
         template_weights, template_state = self._split(stackable.variables(self.template))
         body = Body(
-            template=self.template,
+            name=stackable.describe(self.template),
+            layer=functools.partial(self.template, training=bool(training)),
             weights=template_weights,
             stacks=weights,
             state=template_state,

@@ -226,7 +226,7 @@ class RecomputedFunction:
         graph = self._gradients
         fed = {**fed, **self.feed(graph.d_targets, dy)}
         components = graph.components()
-        drawn = self._draws(self._needed(components, dict(fed)).values())
+        drawn = list_draws(self._graph, self._needed(components, dict(fed)).values())
         if drawn:
             raise ValueError(_REFUSED.format(drawn=drawn))
         copies = self.copy("backward", components, fed, pass_in=pass_in)
@@ -278,32 +278,6 @@ class RecomputedFunction:
                 pending.extend(self._source(t) for t in op.inputs)
         return needed
 
-    def _draws(self, operations: Iterable[tf.Operation]) -> list[str]:
-        """Returns the names of operations that draw from TensorFlow's own generators.
-
-        Those that call functions which do are among them.
-        """
-        suspects = [op for op in operations if op.type in DRAWS | _CALLS]
-        bodies = {}  # the nodes of the graph's functions, by name
-        if any(op.type in _CALLS for op in suspects):
-            for function in self._graph.as_graph_def().library.function:
-                bodies[function.signature.name] = function.node_def
-
-        def draws(kind, attributes, seen):
-            if kind in DRAWS:
-                return True
-            called = set()
-            for attribute in attributes.values():
-                for function in (attribute.func, *attribute.list.func):
-                    if function.name in bodies and function.name not in seen:
-                        called.add(function.name)
-            for name in called:
-                if any(draws(node.op, node.attr, seen | called) for node in bodies[name]):
-                    return True
-            return False
-
-        return [op.name for op in suspects if draws(op.type, op.node_def.attr, set())]
-
     def _source(self, t: tf.Tensor) -> tf.Tensor:
         return _source(t, self._same)
 
@@ -331,6 +305,33 @@ class RecomputedFunction:
             return False
         varying_operands = [operand for operand in t.op.inputs if operand.name in self._varying]
         return len(varying_operands) == 1
+
+
+def list_draws(graph: tf.Graph, operations: Iterable[tf.Operation]) -> list[str]:
+    """Returns the names of operations of a graph that draw from TensorFlow's own generators.
+
+    Those that call functions which do are among them.
+    """
+    suspects = [op for op in operations if op.type in DRAWS | _CALLS]
+    bodies = {}  # the nodes of the graph's functions, by name
+    if any(op.type in _CALLS for op in suspects):
+        for function in graph.as_graph_def().library.function:
+            bodies[function.signature.name] = function.node_def
+
+    def draws(kind, attributes, seen):
+        if kind in DRAWS:
+            return True
+        called = set()
+        for attribute in attributes.values():
+            for function in (attribute.func, *attribute.list.func):
+                if function.name in bodies and function.name not in seen:
+                    called.add(function.name)
+        for name in called:
+            if any(draws(node.op, node.attr, seen | called) for node in bodies[name]):
+                return True
+        return False
+
+    return [op.name for op in suspects if draws(op.type, op.node_def.attr, set())]
 
 
 def _present(values: Iterable[tf.Tensor | None]) -> list[tf.Tensor]:

@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from fastaccum.kernels.gradients import OfferedTotal, OfferedTotals
+from fastaccum.kernels.variable_stack import VariableStack
 
 # Finds the cast of a variable, or of a function with its arguments, to a dtype.
 Find = Callable[[object, tf.DType], "tf.Tensor | None"]
@@ -33,6 +34,9 @@ class TraceContext:
     """Holds what kernels find while a micro-batch's forward and backward pass are traced."""
 
     accumulators: OfferedTotals | None = None  # that a kernel may add to in its backward pass
+    # reads a stack of layers' weights for a loop over the layers: outside of the loop over
+    # micro-batches, so that the step gets one gradient for the whole stack
+    read_stack: Callable[[VariableStack], tf.Tensor] = VariableStack.read
     # half-precision casts of weights, made before the loop over micro-batches
     casts: Casts = NO_CASTS
     names: Names | None = None  # collects what `checkpoint_name` names, where somebody asks for it
@@ -64,8 +68,10 @@ def current() -> TraceContext:
     return _current.get()
 
 
-def accumulator_of(variable: tf.Tensor | tf.Variable | None) -> OfferedTotal | None:
-    """Returns the accumulator of a variable that a kernel's forward pass reads.
+def accumulator_of(
+    variable: tf.Tensor | tf.Variable | VariableStack | None,
+) -> OfferedTotal | None:
+    """Returns the accumulator of a variable, or a stack, that a kernel's forward pass reads.
 
     None is returned where the step offers none.
     """

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from fastaccum import checks
 from fastaccum.basics.attributes import Variable
+from fastaccum.kernels.variable_stack import VariableStack
 from fastaccum.step.tracing import converted
 
 
@@ -19,6 +20,8 @@ class Objective:
     """Defines what a train step minimises, and may keep the step from moving a weight."""
 
     state: Sequence[tf.Variable] = ()  # that the forward pass assigns, and a skipped step restores
+    # Weights of layers that the forward pass runs in a loop, and does not assign.
+    weight_stacks: Sequence[VariableStack] = ()
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Returns the scope of the forward and backward passes of a step."""

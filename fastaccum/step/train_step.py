@@ -19,6 +19,7 @@ from fastaccum.data.stacks import trip_count
 from fastaccum.families import adapt_optimizer
 from fastaccum.kernels import gradients, trace_context
 from fastaccum.kernels.hoisted_casts import hoisted_casts
+from fastaccum.kernels.variable_stack import VariableStack
 from fastaccum.kernels.xla_ops import loop, turns_at_once
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
@@ -157,6 +158,7 @@ class TrainStep:
                 "a batch, or build it, before."
             )
         self.variables = tf_variables("variables", self.trained)
+        self._places = {id(variable): j for j, variable in enumerate(self.trained)}
         _require_trainable(self.variables)
         self.optimizer = adapt_optimizer(optimizer)
         self.loss_scale = loss_scales.get(loss_scale, compute_dtype="float32")
@@ -233,14 +235,33 @@ class TrainStep:
     def _loop(self, stack: object, prepared: object, sums: Accumulated) -> Accumulated:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
         micro_batches = trip_count(stack)
-        before = gradients.totals_before(self.variables, sums.gradients, sums.looked_up)
         weights = self._read_weights()
+        trained_stacks = [stack for stack in self.objective.weight_stacks if self._trains(stack)]
+        # Weights that a loop over layers takes as a stack have one gradient together.
+        trained = [*self.variables, *trained_stacks]
+        before = gradients.totals_before(trained, sums.gradients, sums.looked_up)
+        outside = tf.compat.v1.get_default_graph()
 
         def forward_and_backward(i, offered_totals):
             micro_batch = _micro_batch_at(stack, i)
-            offered = gradients.OfferedTotals(self.variables, offered_totals)
-            casts = hoisted_casts(weights)
-            with trace_context.current().extended(accumulators=offered, casts=casts):
+            offered = gradients.OfferedTotals(trained, offered_totals)
+            stacked: dict[VariableStack, tf.Tensor] = {}
+            read: dict[VariableStack, tf.Tensor] = {}  # their values outside of the loop
+            casts = hoisted_casts(weights, read)
+
+            def read_stack(layers: VariableStack) -> tf.Tensor:
+                if layers not in stacked:
+                    # The gradient ends at the stack: its variables would count it again.
+                    with tape.stop_recording():
+                        with outside.as_default():
+                            read[layers] = layers.read()
+                        stacked[layers] = tf.identity(read[layers])
+                    tape.watch(stacked[layers])
+                return stacked[layers]
+
+            with trace_context.current().extended(
+                accumulators=offered, casts=casts, read_stack=read_stack
+            ):
                 # The tape is inside the loop: one around it would keep every micro-batch's
                 # activations.
                 with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -250,7 +271,11 @@ class TrainStep:
                         scaled_loss = loss_sum * tf.cast(sums.scale, loss_sum.dtype)
                 offered.close()
                 with tf.name_scope("backward"), _slices_may_become_dense():
-                    grads = tape.gradient(scaled_loss, self.variables)
+                    grads, grads_of_stacks = tape.gradient(
+                        scaled_loss, [self.variables, list(stacked.values())]
+                    )
+            gradient_of_stack = dict(zip(stacked, grads_of_stacks, strict=True))
+            grads = [*grads, *(gradient_of_stack.get(layers) for layers in trained_stacks)]
             # An optimizer whose update of lookups is not known is refused only where there are any.
             has_lookups = any(isinstance(gradient, tf.IndexedSlices) for gradient in grads)
             notes_lookups = has_lookups and self.optimizer.needs_lookups
@@ -286,9 +311,17 @@ class TrainStep:
             turns_at_once(micro_step),
         )
         with tf.name_scope("accumulate"):
+            totals_of_stack = gradient_sums.totals(carried)
             totals = list(sums.gradients)
-            for j, total in gradient_sums.totals(carried).items():
-                totals[j] = total
+            for j in range(len(totals)):
+                totals[j] = totals_of_stack.get(j, totals[j])
+            depths = {len(layers.variables) for layers in trained_stacks}
+            numbers = {depth: gradients.layer_numbers(depth) for depth in depths}
+            for k, layers in enumerate(trained_stacks):
+                total = totals_of_stack.get(len(totals) + k)
+                if total is not None:
+                    parts = [tf.gather(total, i) for i in numbers[len(layers.variables)]]
+                    self._hand_out(parts, layers, totals)
         return sums._replace(
             gradients=totals,
             loss_sum=loss_sum,
@@ -306,6 +339,24 @@ class TrainStep:
             if id(variable) not in moving:
                 weights.append((trained, variable.read_value()))
         return weights
+
+    def _trains(self, layers: VariableStack) -> bool:
+        return id(layers.variables[0]) in self._places
+
+    def _hand_out(
+        self,
+        parts: Sequence[tf.Tensor],
+        layers: VariableStack,
+        totals: list[tf.Tensor | None],
+    ) -> None:
+        """Adds each layer's part of a stack's gradient to the variable's total."""
+        for variable, part in zip(layers.variables, parts, strict=True):
+            j = self._places[id(variable)]
+            before = totals[j]
+            if before is None:
+                totals[j] = part
+            else:
+                totals[j] = before + part
 
     def finish(
         self, sums: Accumulated, accepted: tf.Tensor | bool = True, share: Share | None = None
