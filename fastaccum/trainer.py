@@ -18,6 +18,7 @@ from fastaccum.basics import arguments
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.distribute import workers
 from fastaccum.layers.attention import FlashAttention
+from fastaccum.layers.scan import ScanLayers
 from fastaccum.memory.plan import Plan
 from fastaccum.memory.summary import Summary
 from fastaccum.step import compilable
@@ -114,6 +115,13 @@ class Trainer:
         max_programs: how many sizes of a micro-batch get a program of their own, where batches have
             other numbers of rows, or other lengths, and are padded to the next of these sizes
             (docs/guides/varying-batches.md). Fewer compile sooner; more waste less. "auto" is 4.
+        scan_layers: run layers that repeat, such as a transformer's blocks, as one loop, which is
+            traced and compiled once: a deep model compiles as fast as a shallow one. The result is
+            the same, to float32 rounding, and the model stays as it is. It applies where XLA
+            compiles the step, to functional and Sequential models. True for two layers or more,
+            False for none. "auto" for four or more where a loop runs no slower: on a CPU, where
+            what a layer hands on to the next has at most 8,192 elements. `summary()` lists the
+            loops, and why other layers are not in one.
         shard_optimizer: under tf.distribute, share the optimizer's slots out over the replicas,
             each of which then updates the weights whose slots it has. The result is the same; see
             docs/distributed.md. "auto" does so where all slots would not fit each device.
@@ -155,6 +163,7 @@ class Trainer:
     flash_attention: FlashAttention
     jit_compile: JitCompile
     on_nonfinite: OnNonfinite
+    scan_layers: ScanLayers
     shard_optimizer: ShardOptimizer
     max_programs: int | Literal["auto"]
     own_loss_reduction: Reduction
@@ -176,6 +185,7 @@ class Trainer:
         jit_compile: JitCompile = "auto",
         steps_per_execution: int = 1,
         on_nonfinite: OnNonfinite = "skip",
+        scan_layers: ScanLayers = "auto",
         shard_optimizer: ShardOptimizer = "auto",
         max_programs: int | Literal["auto"] = "auto",
         own_loss_reduction: Reduction = "mean",

@@ -24,6 +24,8 @@ from fastaccum.basics.warnings import without_arguments
 from fastaccum.graphs import jit_choice, traces
 from fastaccum.kernels import private
 from fastaccum.layers import lookups
+from fastaccum.layers.interceptors import intercepting
+from fastaccum.layers.scan import ProbedLayers, probe_layers
 
 
 class WithinFit:
@@ -319,13 +321,19 @@ class Model(ModelState):
         """Traces calls, notes what they do, and returns the outputs of the last one."""
         for layer in self.layers:
             added_losses.require_sum_over_rows(layer)
+        probed = ProbedLayers([], [])
+        # All convolutions are counted.
+        if not any(map(convolves, self.layers)):
+            probed = probe_layers(self.model)
 
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers
         # add in one mode only.
         for training in (True, False):
             call = functools.partial(self.__call__, training=training)
-            traced = self.effects.trace(call, x, training, self._may_count_rows)
+            with intercepting(probed.interceptors):
+                traced = self.effects.trace(call, x, training, self._may_count_rows)
             self.effects.note(traced, self.variables, self._added_losses())
+        self.effects.assigned = probed.with_copies(self.effects.assigned)
         return traced.structured_outputs
 
     def _may_count_rows(self) -> bool:

@@ -180,7 +180,7 @@ def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Se
     The memory is what is kept at the boundaries, and the largest inside of a segment. The last
     segment of a graph that `is_last` before the loss is kept, as the way back begins there.
     """
-    nodes, apart = _ordered(graph)
+    nodes, apart = ordered(graph)
     last_use = {id(t): len(nodes) for t in graph.outputs}
     for place in reversed(range(len(nodes))):
         for t in nodes[place].input_tensors:
@@ -198,14 +198,14 @@ def _cut(graph: keras.Function, is_last: bool, worth: float = _WORTH) -> list[Se
     segments = []
     for start, end in itertools.pairwise([0, *cut.ends]):
         recomputed = start not in apart
-        segments.append(_segment(nodes[start:end], graph.outputs, nodes, recomputed))
+        segments.append(make_segment(nodes[start:end], graph.outputs, nodes, recomputed))
     if is_last:
         last = max(place for place, segment in enumerate(segments) if segment.recomputed)
         segments[last] = segments[last]._replace(recomputed=False)
     return segments
 
 
-def _ordered(graph: keras.Function) -> tuple[list[Any], set[int]]:
+def ordered(graph: keras.Function) -> tuple[list[Any], set[int]]:
     """Returns the nodes that a call runs, and the places of those apart, which no block may hold.
 
     The nodes are in Keras's order, but those apart come first if they need none of the others.
@@ -313,7 +313,7 @@ def _within(bound: float, costs: list[_Cost], apart: set[int]) -> _Cut:
     return _Cut(ends, prefixes[-1].kept + prefixes[-1].largest)
 
 
-def _segment(
+def make_segment(
     part: list[Any], outputs: list[keras.KerasTensor], nodes: list[Any], recomputed: bool
 ) -> Segment:
     """Makes a segment of a part of a graph's nodes; `outputs` are the graph's."""
@@ -356,7 +356,7 @@ def _inside(node: Any) -> float:
         return output_size
     graph = graph_of(layer)
     if graph is not None:
-        nodes, _ = _ordered(graph)
+        nodes, _ = ordered(graph)
         return sum(_inside(inner) for inner in nodes)
 
     shape = node.outputs[0].shape

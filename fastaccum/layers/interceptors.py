@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 
 import keras
 
+from fastaccum.kernels.recomputed_function import Policy
+
 
 class Role(enum.IntEnum):
     """The use of an interceptor, which decides what wraps what.
@@ -41,6 +43,7 @@ class Role(enum.IntEnum):
     FORM = enum.auto()  # another form of the same computation, for XLA or for speed
     PRECISION = enum.auto()  # weight gradients in float32
     RECOMPUTE = enum.auto()  # runs what it wraps again in the backward pass
+    LOOP = enum.auto()  # runs layers that repeat in a loop
     OBSERVE = enum.auto()  # looks at arguments or results
     BYPASS = enum.auto()  # returns the input unchanged, since the loss computes the layer
 
@@ -57,6 +60,8 @@ class Interceptor(NamedTuple):
     replacement: Callable[..., Any]
     role: Role
     owner: type | None = None
+    # What is kept for the backward pass by one that recomputes, as in `LayerStack`.
+    policy: Policy | None = None
 
     @property
     def wraps_users_method(self) -> bool:
@@ -102,6 +107,11 @@ def installed(layer: keras.layers.Layer, role: Role) -> list[Interceptor]:
         if isinstance(method, _Intercepted):
             of_role += [registered for registered in method.interceptors if registered.role is role]
     return of_role
+
+
+def is_intercepted(value: object) -> bool:
+    """Tells if an attribute of a layer is a method that is wrapped by interceptors."""
+    return isinstance(value, _Intercepted)
 
 
 def is_users(layer: keras.layers.Layer, method: str) -> bool:

@@ -14,7 +14,7 @@ from fastaccum.basics.attributes import Nest, require_model
 from fastaccum.kernels import private
 from fastaccum.kernels.recompute import recomputed
 from fastaccum.kernels.recomputed_function import Policy, require_policy
-from fastaccum.layers import blocks, interceptors
+from fastaccum.layers import blocks, interceptors, walks
 
 AnyModel = TypeVar("AnyModel", bound=keras.Model)
 _changes = 0  # of any model, in this process
@@ -176,7 +176,9 @@ def _interceptor(block: blocks.Block, policy: Policy) -> interceptors.Intercepto
     else:
         method = private.run_through_graph.name
         replacement = _recompute_segments(block.layer, block.segments, policy)
-    return interceptors.Interceptor(block.layer, method, replacement, interceptors.Role.RECOMPUTE)
+    return interceptors.Interceptor(
+        block.layer, method, replacement, interceptors.Role.RECOMPUTE, policy=policy
+    )
 
 
 def _recompute_layer(layer: keras.layers.Layer, policy: Policy) -> Callable[..., Nest]:
@@ -206,36 +208,15 @@ def _recompute_segments(
         **options: object,
     ) -> Nest:
         """Runs the graph, segment by segment."""
-        flat = keras.tree.flatten(inputs)
-        is_symbolic = any(isinstance(t, keras.KerasTensor) for t in flat)
-        if tf.executing_eagerly() or options or is_symbolic:
+        if not walks.may_walk(inputs, options):
             return call(inputs, operation_fn, **options)
 
-        # The tensors that stand for a graph's KerasTensors, by the ids of these.
-        values = {id(t): value for t, value in zip(graph.inputs, flat, strict=True)}
-        for segment in segments:
-            run = functools.partial(_run, segment, operation_fn)
-            segment_inputs = [values[id(t)] for t in segment.inputs]
+        def run(segment: blocks.Segment, segment_inputs: list[tf.Tensor]) -> list[tf.Tensor]:
+            run_nodes = functools.partial(walks.run_nodes, segment, operation_fn)
             if segment.recomputed:
-                results = recomputed(run, segment_inputs, policy=policy, layers=segment.layers)
-            else:
-                results = run(segment_inputs)
-            for t, result in zip(segment.outputs, results, strict=True):
-                values[id(t)] = result
-        outputs = [values[id(t)] for t in graph.outputs]
-        return keras.tree.pack_sequence_as(graph.output, outputs)
+                return recomputed(run_nodes, segment_inputs, policy=policy, layers=segment.layers)
+            return run_nodes(segment_inputs)
+
+        return walks.run_segments(graph, segments, inputs, run)
 
     return walk
-
-
-def _run(
-    segment: blocks.Segment, operation_fn: Callable, inputs: list[tf.Tensor]
-) -> list[tf.Tensor]:
-    """Runs the nodes of a segment."""
-    values = {id(t): value for t, value in zip(segment.inputs, inputs, strict=True)}
-    for node in segment.nodes:
-        args, kwargs = node.arguments.fill_in(values)
-        outputs = operation_fn(node.operation)(*args, **kwargs)
-        for t, output in zip(node.outputs, keras.tree.flatten(outputs), strict=False):
-            values[id(t)] = output
-    return [values[id(t)] for t in segment.outputs]

@@ -54,6 +54,8 @@ class Summary:
         programs: the programs that were compiled so far.
         attention: what computes each attention layer, and why: "fused: ..." or "unfused: ...", by
             the layer's path.
+        loops: layers that repeat: those that run as one loop (`scan_layers`), by the names of the
+            first and the last, and why others do not.
         advice: the argument of the Trainer that would save a large table of logits, for each output
             that has one.
     """
@@ -70,6 +72,7 @@ class Summary:
     memory: StepMemory
     programs: tuple[Compiled, ...]
     attention: Mapping[str, str]
+    loops: Mapping[str, str] = dataclasses.field(default_factory=dict)
     advice: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -95,7 +98,14 @@ class Summary:
     def __str__(self) -> str:
         table = Table("", "", title=self._title(), title_justify="left", show_header=False)
         table.columns[1].justify = "right"
-        for section in (self._sizes(), self._memory(), self._attention(), self._programs()):
+        sections = [
+            self._sizes(),
+            self._memory(),
+            self._attention(),
+            self._loops(),
+            self._programs(),
+        ]
+        for section in sections:
             for name, value in section:
                 table.add_row(name, value)
             table.add_section()
@@ -120,6 +130,10 @@ class Summary:
     def _attention(self) -> Iterator[tuple[str, str]]:
         for choice, layers in Counter(self.attention.values()).items():
             yield f"attention, layers: {layers}", one_line(choice)
+
+    def _loops(self) -> Iterator[tuple[str, str]]:
+        for layers, choice in self.loops.items():
+            yield f"layers {one_line(layers)}", one_line(choice)
 
     def _programs(self) -> Iterator[tuple[str, str]]:
         for program in self.programs:
@@ -150,13 +164,14 @@ def summary(engine: Engine, sample: Batch, layout: Layout) -> Summary:
     attention = engine.objective.attention
     if attention is not None:
         attention.choices.clear()
+    scanned = engine.objective.scanned
     uses_xla = engine.objective.options.uses_xla  # without XLA, the figures are still those with it
     dispatch = analysis.dispatch_of(sample, rows * local_replicas, layout.accumulation)
     with engine.temporary_retrace():
         programs = analysis.compile_programs(engine.trace(dispatch))
     choices = {}
     if attention is not None:
-        choices = dict(attention.choices)
+        choices = scanned.with_copies(attention.choices)
 
     total = cost.count(proto for _, proto in programs)
     memory = analysis.measure(engine, programs)
@@ -177,6 +192,7 @@ def summary(engine: Engine, sample: Batch, layout: Layout) -> Summary:
         memory=memory,
         programs=_list_compiled(engine),
         attention=choices,
+        loops=scanned.choices,
         advice=tuple(head_advice(memory, engine.objective.losses.outputs)),
     )
 

@@ -270,7 +270,12 @@ def _make_program(step: _Failed) -> tuple[Callable, list[keras.layers.Layer]]:
         layers.clear()
         outputs: list[list[tf.Tensor]] = []
         noting = _note_outputs(objective.model, layers, outputs)
-        with objective.scope(), intercepting(noting), tf.GradientTape() as tape:
+        # A loop over layers would hide which of them gave what.
+        with (
+            objective.scope(loops=False),
+            intercepting(noting),
+            tf.GradientTape() as tape,
+        ):
             loss_sum, weight_sum = objective.sums(batch, prepared)
             scaled = tf.cast(loss_sum, tf.float32) * scale
             calls_forward = len(outputs)

@@ -26,6 +26,7 @@ from fastaccum.kernels.xla_ops import loop
 from fastaccum.layers import forms, lookups
 from fastaccum.layers.attention import FusedAttention
 from fastaccum.layers.interceptors import Interceptor, intercepting
+from fastaccum.layers.scan import ScannedLayers
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
 from fastaccum.step.objective import Objective
 from fastaccum.step.options import Options
@@ -106,6 +107,15 @@ class ModelObjective(Objective):
             flash_attention = False
         if flash_attention:
             self.attention = FusedAttention(flash_attention)
+
+        scan_layers = options.scan_layers
+        if self.own_loss is not None or not options.uses_xla:
+            # A `compute_loss` may ask for second derivatives, which loops lack.
+            scan_layers = False
+        self.scanned = ScannedLayers(
+            model.model, scan_layers, model.trainable_variables, self.state
+        )
+        self.weight_stacks = self.scanned.weight_stacks
 
         # The class indices come first, then the ids of each embedding.
         checked_lookups = []
@@ -450,7 +460,7 @@ class ModelObjective(Objective):
     # One step.
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self, loops: bool = True) -> Iterator[None]:
         called = self.model.called_layers
         interceptors: list[Interceptor] = []
         if self.options.uses_xla or self.own_loss is None:
@@ -462,6 +472,8 @@ class ModelObjective(Objective):
         if self.attention is not None:
             interceptors += self.attention.make_forms(called)
             answering = self.attention.entered()
+        if loops:
+            interceptors += self.scanned.make_loops()
         with answering, intercepting([*interceptors, *fp32]):
             yield
 

@@ -633,6 +633,7 @@ PLACES_WITH_NAMES = {
         "the key in a file, by which a later process finds a callback"
     ),
     "fastaccum/fingerprint/values.py:plain": "the value in a file of what JSON does not hold",
+    "fastaccum/layers/alike.py:_show": "a message",
     "fastaccum/layers/interceptors.py:_holder_of": "the name that a layer's class keeps",
     "fastaccum/addons.py:_other_finders": "of this module's own finder",
     "fastaccum/basics/warnings.py:_is_inner": "of a frame's globals: which line a warning names",

@@ -803,6 +803,7 @@ ARGUMENTS = {
     "steps_per_execution": 2,
     "on_nonfinite": "raise",
     "own_loss_reduction": "sum",
+    "scan_layers": True,
     "shard_optimizer": False,
     "max_programs": 2,
     "flash_attention": False,
