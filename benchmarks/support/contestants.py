@@ -72,6 +72,7 @@ def trainer(workload, micro_batches=None, **kwargs):
         optimizer=workload.optimizer(),
         loss=workload.loss(),
         gradient_accumulation_steps=micro_batches or workload.micro_batches,
+        scan_layers=workload.scan_layers,
         **kwargs,
     )
 

@@ -50,6 +50,7 @@ class Workload:
         rounds: how many times each contestant is timed.
         movement: by how much of a weight's movement contestants may differ (see
             `benchmarks.support.agreement`).
+        scan_layers: of the `fa.Trainer`.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Workload:
     steps_per_execution: tuple = (1, 10, 100)
     loss: Callable = _cross_entropy
     movement: float = MOVEMENT_TOLERANCE
+    scan_layers: bool | str = "auto"
 
     @property
     def update_size(self):
@@ -224,11 +226,11 @@ def _tokens(vocabulary_size=256, context=128):
     return draw
 
 
-def _keras_gpt(width=64, heads=4, vocabulary_size=1000):
-    """Makes a GPT of Keras's own layers with 230,000 parameters, which has no positions."""
-    ids = keras.Input((64,), dtype="int32")
+def _keras_gpt(width=64, heads=4, vocabulary_size=1000, depth=2, context=64):
+    """Makes a GPT of Keras's own layers without positions, of 230,000 parameters by default."""
+    ids = keras.Input((context,), dtype="int32")
     x = kl.Embedding(vocabulary_size, width)(ids)
-    for _ in range(2):
+    for _ in range(depth):
         y = kl.LayerNormalization()(x)
         # Without biases: softmax cancels that of the keys, so that its gradient is rounding noise.
         attention = kl.MultiHeadAttention(heads, width // heads, use_bias=False)
@@ -417,6 +419,18 @@ def gpt_of_depth(layers, stacked):
         micro_batches=2,
         build=lambda: fa.gpt(width=64, layers=layers, heads=2, context=64, stacked=stacked),
         draw=_tokens(context=64),
+    )
+
+
+def keras_gpt_of_depth(layers, scanned):
+    """Makes the workload of a GPT of Keras's layers, run as one loop or one after the other."""
+    return dataclasses.replace(
+        KERAS_GPT,
+        micro_batches=4,
+        batch_size=8,
+        build=lambda: _keras_gpt(vocabulary_size=128, depth=layers, context=16),
+        draw=_tokens(128, context=16),
+        scan_layers=scanned,
     )
 
 
