@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from fastaccum.basics.attributes import package
 from fastaccum.kernels import private, stackable
 from fastaccum.layers import interceptors
 
@@ -30,6 +31,8 @@ _OWNED = (
 )
 _VARIABLES = (keras.Variable, tf.Variable)
 _VALUES = (str, bytes, bool, int, float, complex, type, types.ModuleType, tf.DType)
+# Packages whose layers compute nothing by their names.
+_NAMELESS = ("keras", "keras_hub", "fastaccum", "builtins")
 # The most characters of a value in a reason.
 _SHOWN = 40
 
@@ -179,7 +182,11 @@ def _nodes(graph: keras.Function) -> list[Any]:
 def _traits_of_layer(layer: keras.layers.Layer) -> dict[str, Any]:
     """Returns what a layer computes by: its settings, its variables and the layers in it."""
     recomputing = interceptors.installed(layer, interceptors.Role.RECOMPUTE)
+    name = None
+    if _reads_name(type(layer)):
+        name = layer.name
     return {
+        "name": name,
         **_attributes(layer),
         "dtype_policy": layer.dtype_policy,
         "autocast": layer.autocast,
@@ -194,10 +201,22 @@ def _traits_of_layer(layer: keras.layers.Layer) -> dict[str, Any]:
 def _attributes(operation: keras.Operation) -> dict[str, Any]:
     """Returns the attributes of an object that are not those which Keras gives to every layer."""
     return {
-        name: value
+        name: interceptors.without_interceptors(value)
         for name, value in vars(operation).items()
-        if name not in _keras_attributes() and not interceptors.is_intercepted(value)
+        if name not in _keras_attributes()
     }
+
+
+def _reads_name(kind: type) -> bool:
+    """Tells if a user's class reads a name anywhere but where it is made: it may compute by it."""
+    for base in kind.__mro__:
+        if package(base) in _NAMELESS:
+            continue
+        for attribute, method in vars(base).items():
+            code = getattr(method, "__code__", None)
+            if code is not None and attribute != "__init__" and "name" in code.co_names:
+                return True
+    return False
 
 
 @functools.cache
@@ -206,11 +225,12 @@ def _keras_attributes() -> frozenset[str]:
 
     class Plain(keras.layers.Layer):
         def __init__(self):
-            super().__init__()
-            self.inner = keras.layers.Identity()
+            # With names and numbers of its own, it takes none of the user's.
+            super().__init__(name="plain")
+            self.inner = keras.layers.Identity(name="inner")
 
         def build(self, shape):
-            self.add_weight(shape=())
+            self.add_weight(shape=(), initializer="zeros")
 
         def call(self, x):
             return self.inner(x)

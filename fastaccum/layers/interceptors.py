@@ -109,9 +109,11 @@ def installed(layer: keras.layers.Layer, role: Role) -> list[Interceptor]:
     return of_role
 
 
-def is_intercepted(value: object) -> bool:
-    """Tells if an attribute of a layer is a method that is wrapped by interceptors."""
-    return isinstance(value, _Intercepted)
+def without_interceptors(value: object) -> object:
+    """Returns a layer's attribute as its user has set it; None for an intercepted method."""
+    if isinstance(value, _Intercepted):
+        return value.of_user
+    return value
 
 
 def is_users(layer: keras.layers.Layer, method: str) -> bool:

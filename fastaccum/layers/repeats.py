@@ -85,6 +85,7 @@ class _Search:
     def __init__(self, graph: keras.Function):
         self.nodes, apart = ordered(graph)
         self._kinds = [_kind(node, k in apart) for k, node in enumerate(self.nodes)]
+        self._differences: dict[tuple[int, int], str | None] = {}  # by the ids of two operations
         # The places of the nodes that take a tensor; that behind the last stands for an output.
         self._consumers: dict[int, list[int]] = {}
         for k, node in enumerate(self.nodes):
@@ -124,7 +125,9 @@ class _Search:
                 break
             before = parts[-1]
             comparison = Comparison()
-            difference = comparison.compare_nodes(before, part, "")
+            difference = self._layer_difference(before, part)
+            if difference is None:
+                difference = comparison.compare_nodes(before, part, "")
             if difference is not None:
                 reason = f"{_name(part)} differs from {_name(before)}: {difference}"
                 break
@@ -149,6 +152,20 @@ class _Search:
         if len(parts) > 1 and len(self._given(parts[-1], last_place)) != 1:
             parts.pop()
         return parts, reason
+
+    def _layer_difference(self, part: Sequence[Any], other: Sequence[Any]) -> str | None:
+        """Says how a layer of a part differs from that at its place in another; None if none does.
+
+        Each two layers are compared once in a search, which comes by them many times.
+        """
+        for node, node_of_other in zip(part, other, strict=True):
+            layers = (node.operation, node_of_other.operation)
+            key = (id(layers[0]), id(layers[1]))
+            if key not in self._differences:
+                self._differences[key] = Comparison().compare(*layers, "")
+            if self._differences[key] is not None:
+                return self._differences[key]
+        return None
 
     def _given(self, part: Sequence[Any], place: int) -> list[keras.KerasTensor]:
         """Lists the tensors of a part, which starts at a place, that nodes outside of it take."""

@@ -16,6 +16,7 @@ from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.layer_loop import Body, LoopOptions, NotStackable, run_loops
 from fastaccum.kernels.recomputed_function import Policy, list_draws
 from fastaccum.kernels.variable_stack import VariableStack
+from fastaccum.kernels.xla_ops import in_xla
 from fastaccum.layers import blocks, walks
 from fastaccum.layers.interceptors import Interceptor, Role, installed
 from fastaccum.layers.repeats import Repeat, find_repeats
@@ -138,7 +139,7 @@ class ScannedLayers:
             if repeats:
                 self._repeats_by_graph.append((graph, repeats))
             if not found.repeats:
-                for reason in found.reasons:
+                for reason in found.reasons[:1]:
                     self.choices[graph.name] = f"unrolled: {reason}"
 
     def _refuse(self, repeat: Repeat, reason: str) -> None:
@@ -182,7 +183,7 @@ class ScannedLayers:
 
         Layers that turn out to do what no loop would are run one after the other.
         """
-        if id(repeat.whole) in self._refused:
+        if id(repeat.whole) in self._refused or not in_xla():
             return _run_unrolled(repeat, operation_fn, values)
         for node in repeat.body.nodes:
             if isinstance(node.operation, keras.layers.Layer) and policy is None:

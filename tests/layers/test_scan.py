@@ -156,6 +156,30 @@ def test_a_difference_is_named():
     assert "'block_1' differs from 'block_0': scale is 0.0 and 0.1" in found.reasons
 
 
+class Named(Block):
+    """A block that computes by its name."""
+
+    def call(self, x):
+        return x if self.name.endswith("2") else super().call(x)
+
+
+def test_layers_that_read_their_names_are_told_apart_by_them():
+    named = of_blocks(*(Named(name=f"named_{k}") for k in range(4)))
+    found = find_repeats(blocks.graph_of(named), fewest=2)
+    assert not found.repeats and "name is 'named_0' and 'named_1'" in found.reasons[0]
+
+
+def test_a_call_set_on_each_layer_is_compared():
+    def with_calls(rates):
+        model = of_blocks(*(Block() for _ in rates))
+        for layer, rate in zip(model.layers, rates, strict=False):
+            layer.call = lambda x, layer=layer, rate=rate: x + rate * layer.inner(x)
+        return find_repeats(blocks.graph_of(model), fewest=2).repeats
+
+    assert [len(repeat.parts) for repeat in with_calls([1.0] * 4)] == [4]
+    assert not with_calls([0.1, 0.2, 0.3, 0.4])
+
+
 def test_layers_that_share_weights_do_not_repeat():
     block = Block(name="shared")
     x = inputs = keras.Input((WIDTH,))
