@@ -102,7 +102,7 @@ class Body(NamedTuple):
         name = self.name
         if not tf.is_tensor(y) or y.dtype != x.dtype or not y.shape.is_compatible_with(x.shape):
             raise NotStackable(
-                f"{name} maps {_spec(x)} to {_spec(y)}: a LayerStack's layer must return one "
+                f"{name} maps {_spec(x)} to {_spec(y)}: a layer of a loop must return one "
                 "tensor, of its input's shape and dtype."
             )
         if mask is not None and private.keras_mask(y, None) is not mask:
@@ -112,8 +112,8 @@ class Body(NamedTuple):
             )
         if scope.losses:
             raise NotStackable(
-                f"{name} adds losses (`add_loss` or an activity regularizer): add them outside "
-                "the LayerStack."
+                f"{name} adds losses (`add_loss` or an activity regularizer), which a loop over "
+                "layers would lose: add them outside."
             )
         for variable, value in zip(self.weights, weights, strict=True):
             if scope.get_current_value(variable) is not value:

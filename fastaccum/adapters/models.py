@@ -322,10 +322,17 @@ class Model(ModelState):
         for layer in self.layers:
             added_losses.require_sum_over_rows(layer)
         probed = ProbedLayers([], [])
-        # All convolutions are counted.
+        # `work` counts convolutions, so with any the whole model is traced.
         if not any(map(convolves, self.layers)):
             probed = probe_layers(self.model)
+        outputs = self._trace_calls(x, probed)
+        knows_assigned = all(isinstance(v, keras.Variable) for v in self.effects.assigned)
+        if probed.repeats and not knows_assigned:
+            # Layers that repeat may each hold variables that Keras does not know.
+            outputs = self._trace_calls(x, ProbedLayers([], []))
+        return outputs
 
+    def _trace_calls(self, x: Nest, probed: ProbedLayers) -> Nest:
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers
         # add in one mode only.
         for training in (True, False):
@@ -333,7 +340,7 @@ class Model(ModelState):
             with intercepting(probed.interceptors):
                 traced = self.effects.trace(call, x, training, self._may_count_rows)
             self.effects.note(traced, self.variables, self._added_losses())
-        self.effects.assigned = probed.with_copies(self.effects.assigned)
+        self.effects.assigned = probed.expand_variables(self.effects.assigned)
         return traced.structured_outputs
 
     def _may_count_rows(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +15,9 @@ import tensorflow as tf
 from fastaccum.basics.attributes import package
 from fastaccum.kernels import private, stackable
 from fastaccum.layers import interceptors
+from fastaccum.layers.blocks import ordered
 
-# Objects that make or restrain weights, and take no part in a call.
+# Objects that make or restrain weights, of which the configurations tell all.
 _OF_WEIGHTS = (
     keras.initializers.Initializer,
     keras.regularizers.Regularizer,
@@ -30,7 +32,19 @@ _OWNED = (
     keras.KerasTensor,
 )
 _VARIABLES = (keras.Variable, tf.Variable)
-_VALUES = (str, bytes, bool, int, float, complex, type, types.ModuleType, tf.DType)
+_VALUES = (
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type,
+    types.ModuleType,
+    tf.DType,
+    tf.TensorShape,
+    tf.TensorSpec,
+)
 # Packages whose layers compute nothing by their names.
 _NAMELESS = ("keras", "keras_hub", "fastaccum", "builtins")
 # The most characters of a value in a reason.
@@ -82,6 +96,10 @@ class Comparison:
 
     def compare(self, a: Any, b: Any, path: str) -> str | None:
         """Says where two values differ; None if they do not. `path` leads to them."""
+        if a is None or isinstance(a, _VALUES):
+            if type(a) is type(b) and (a == b or (a != a and b != b)):
+                return None
+            return f"{path} is {_show(a)} and {_show(b)}"
         if id(a) in self._counterparts:
             if self._counterparts[id(a)] is b:
                 return None
@@ -91,13 +109,9 @@ class Comparison:
             return None
         if type(a) is not type(b):
             return f"{path or 'the class'} is {_show(a)} and {_show(b)}"
-        if a is None or isinstance(a, _VALUES):
-            if a == b or (a != a and b != b):
-                return None
-            return f"{path} is {_show(a)} and {_show(b)}"
 
         if isinstance(a, _OF_WEIGHTS):
-            return None
+            return self._compare_all(_config(a), _config(b), path)
         if self._originals.get(id(b), a) is not a and isinstance(a, _OWNED):
             return f"{path} is shared within one of them in another way"
         self._note(a, b)
@@ -112,6 +126,10 @@ class Comparison:
             return None
         if isinstance(a, keras.DTypePolicy):
             return self._compare_all(a.get_config(), b.get_config(), path)
+        if isinstance(a, (set, frozenset)):
+            if _are_equal(frozenset(a), frozenset(b)):
+                return None
+            return f"{path} is {_show(a)} and {_show(b)}"
         if isinstance(a, Mapping):
             if list(a) != list(b):
                 return f"{path} has the keys {_show(list(a))} and {_show(list(b))}"
@@ -134,7 +152,7 @@ class Comparison:
             return self._compare_all(parts, others, path)
         if isinstance(a, keras.Operation):
             return self._compare_all(_attributes(a), _attributes(b), path)
-        if hasattr(a, "__dict__"):
+        if getattr(a, "__dict__", None) and not _has_slots(type(a)):
             return self._compare_all(vars(a), vars(b), path)
         if _are_equal(a, b):
             return None
@@ -159,29 +177,23 @@ class Comparison:
         self, a: keras.layers.Layer, b: keras.layers.Layer, path: str
     ) -> str | None:
         if private.nodes_by_depth.exists(a):
+            if package(type(a)) != "keras":
+                return f"{path or 'each'} is a {_show(a)}, a graph with code of its own"
             return self._compare_graphs(a, b, path)
         return self._compare_all(_traits_of_layer(a), _traits_of_layer(b), path)
 
     def _compare_graphs(self, a: keras.Function, b: keras.Function, path: str) -> str | None:
         """Compares functional models by the nodes that a call runs."""
         return (
-            self.compare(list(a.inputs), list(b.inputs), f"{path}.inputs")
-            or self.compare_nodes(_nodes(a), _nodes(b), path)
+            self.compare(_policies(a), _policies(b), f"{path}.policies of remat")
+            or self.compare(list(a.inputs), list(b.inputs), f"{path}.inputs")
+            or self.compare_nodes(ordered(a)[0], ordered(b)[0], path)
             or self.compare(list(a.outputs), list(b.outputs), f"{path}.outputs")
         )
 
 
-def _nodes(graph: keras.Function) -> list[Any]:
-    nodes_by_depth = private.nodes_by_depth(graph)
-    nodes: list[Any] = []
-    for depth in sorted(nodes_by_depth, reverse=True):
-        nodes.extend(node for node in nodes_by_depth[depth] if not node.is_input)
-    return nodes
-
-
 def _traits_of_layer(layer: keras.layers.Layer) -> dict[str, Any]:
     """Returns what a layer computes by: its settings, its variables and the layers in it."""
-    recomputing = interceptors.installed(layer, interceptors.Role.RECOMPUTE)
     name = None
     if _reads_name(type(layer)):
         name = layer.name
@@ -192,7 +204,7 @@ def _traits_of_layer(layer: keras.layers.Layer) -> dict[str, Any]:
         "autocast": layer.autocast,
         "trainable": layer.trainable,
         "supports_masking": layer.supports_masking,
-        "policies of remat": [interceptor.policy for interceptor in recomputing],
+        "policies of remat": _policies(layer),
         "variables": stackable.variables(layer),
         "layers": list(private.flatten_layers(layer, include_self=False, recursive=False)),
     }
@@ -200,11 +212,14 @@ def _traits_of_layer(layer: keras.layers.Layer) -> dict[str, Any]:
 
 def _attributes(operation: keras.Operation) -> dict[str, Any]:
     """Returns the attributes of an object that are not those which Keras gives to every layer."""
-    return {
+    attributes = {
         name: interceptors.without_interceptors(value)
         for name, value in vars(operation).items()
         if name not in _keras_attributes()
     }
+    if any(isinstance(value, keras.random.SeedGenerator) for value in attributes.values()):
+        attributes.pop("seed", None)  # the generator's, which is in its state
+    return attributes
 
 
 def _reads_name(kind: type) -> bool:
@@ -251,11 +266,15 @@ def _traits_of_variable(variable: Any) -> dict[str, Any]:
 
 def _traits_of_function(function: types.FunctionType) -> dict[str, Any]:
     cells: Iterable[types.CellType] = function.__closure__ or ()
+    contents = []
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # of one that is empty
+            contents.append(cell.cell_contents)
     return {
         "code": _Code(function.__code__),
         "defaults": function.__defaults__,
         "kwdefaults": function.__kwdefaults__,
-        "variables": [cell.cell_contents for cell in cells],
+        "variables": contents,
         "globals": id(function.__globals__),
     }
 
@@ -272,9 +291,29 @@ def _compare_arrays(a: Any, b: Any, path: str) -> str | None:
         return None  # left from a call that was traced
     a = np.asarray(a)
     b = np.asarray(b)
-    if a.shape == b.shape and a.dtype == b.dtype and np.array_equal(a, b, equal_nan=True):
+    is_same_kind = a.shape == b.shape and a.dtype == b.dtype and a.dtype != object
+    if is_same_kind and a.tobytes() == b.tobytes():
         return None
     return f"{path} holds other numbers"
+
+
+def _policies(layer: keras.layers.Layer) -> list[object]:
+    recomputing = interceptors.installed(layer, interceptors.Role.RECOMPUTE)
+    return [interceptor.policy for interceptor in recomputing]
+
+
+def _config(value: Any) -> dict[str, Any]:
+    """Returns the configuration of an initializer, a regularizer or a constraint, without seed."""
+    try:
+        config = dict(value.get_config())
+    except Exception:  # of whatever kind, of a class of the user's own
+        return dict(vars(value))
+    config.pop("seed", None)
+    return config
+
+
+def _has_slots(kind: type) -> bool:
+    return any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
 def _are_equal(a: Any, b: Any) -> bool:

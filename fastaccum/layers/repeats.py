@@ -102,13 +102,13 @@ class _Search:
             middle = start + length
             if self._kinds[start:middle] != self._kinds[middle : middle + length]:
                 continue
+            if longest and length % len(longest[0]) == 0 and 2 * length <= _count(longest):
+                continue  # each of these parts would be several of the longest's
             parts, reason = self._parts_from(start, length)
-            if len(parts) * length > len(longest) * len(longest[0] if longest else []):
+            if len(parts) > 1 and _count(parts) > _count(longest):
                 longest = parts
             if reason is not None:
                 reasons.append(reason)
-            elif len(parts) > 1:
-                break  # more nodes a part would be several of these
         return longest, reasons
 
     def _parts_from(self, start: int, length: int) -> tuple[list[list[Any]], str | None]:
@@ -182,6 +182,11 @@ class _Search:
         if len(given) != 1:
             return False
         return all(k < end for k in self._consumers[id(given[0])])
+
+
+def _count(parts: Sequence[Sequence[Any]]) -> int:
+    """Returns the number of nodes in all parts."""
+    return sum(len(part) for part in parts)
 
 
 def _kind(node: Any, is_apart: bool) -> Hashable:

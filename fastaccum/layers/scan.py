@@ -43,16 +43,17 @@ class ProbedLayers(NamedTuple):
     interceptors: list[Interceptor]
     repeats: list[Repeat]
 
-    def with_copies(self, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+    def expand_variables(self, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
         """Returns variables of the parts that were traced, and those at their places in others."""
         copies_by_id = {}
         for repeat in self.repeats:
             for copies in zip(*repeat.variables(), strict=True):
                 copies_by_id[id(copies[0])] = copies
-        with_copies: list[keras.Variable] = []
+        expanded: dict[int, keras.Variable] = {}
         for variable in variables:
-            with_copies.extend(copies_by_id.get(id(variable), [variable]))
-        return with_copies
+            for copy in copies_by_id.get(id(variable), [variable]):
+                expanded[id(copy)] = copy
+        return list(expanded.values())
 
 
 def probe_layers(model: keras.Model) -> ProbedLayers:
@@ -60,7 +61,10 @@ def probe_layers(model: keras.Model) -> ProbedLayers:
     method = private.run_through_graph.name
     interceptors = []
     repeats = []
+    in_repeats: set[int] = set()  # the ids of graphs that are a part of a repeat
     for graph in _graphs(model):
+        if id(graph) in in_repeats:
+            continue
         repeats_of_graph = find_repeats(graph, fewest=2).repeats
         if repeats_of_graph:
             replacement = functools.partial(
@@ -68,6 +72,8 @@ def probe_layers(model: keras.Model) -> ProbedLayers:
             )
             interceptors.append(Interceptor(graph, method, replacement, Role.LOOP))
             repeats += repeats_of_graph
+            for repeat in repeats_of_graph:
+                in_repeats.update(id(blocks.graph_of(layer)) for layer in _layers(repeat.parts))
     return ProbedLayers(interceptors, repeats)
 
 
@@ -106,15 +112,15 @@ class ScannedLayers:
         self.weight_stacks: list[VariableStack] = []
         self.choices: dict[str, str] = {}
         self._repeats_by_graph: list[tuple[keras.Function, list[Repeat]]] = []
-        self._stacks: dict[int, _Stacks] = {}  # by the id of the repeat's nodes
-        self._refused: set[int] = set()  # the same ids
+        self._stacks: dict[int, _Stacks] = {}  # by the id of a repeat's `whole`
+        self._refused: set[int] = set()  # the same ids, of repeats that run unrolled
         self._mode = mode
         if mode is False:
             return
         learned_ids = {id(variable) for variable in trained}
         assigned_ids = {id(variable) for variable in assigned}
         fewest = 2 if mode is True else _FEWEST
-        in_loops: set[int] = set()  # the ids of layers that a loop runs
+        in_loops: set[int] = set()  # the ids of graphs that are a part of a loop
         for graph in _graphs(model):
             if id(graph) in in_loops:
                 continue
@@ -162,7 +168,7 @@ class ScannedLayers:
             interceptors.append(Interceptor(graph, method, replacement, Role.LOOP))
         return interceptors
 
-    def with_copies(self, choices: Mapping[str, str]) -> dict[str, str]:
+    def expand_choices(self, choices: Mapping[str, str]) -> dict[str, str]:
         """Returns choices by layers' paths, with those of the layers that a loop runs alike."""
         copies_of_path: dict[str, list[str]] = {}
         for _, repeats in self._repeats_by_graph:
@@ -193,6 +199,9 @@ class ScannedLayers:
             policy = "auto"
         place = repeat.x
         x = values[place]
+        if not all(isinstance(t, (tf.Tensor, type(None))) for t in values):
+            self._refuse(repeat, "They take a sparse or ragged tensor.")
+            return _run_unrolled(repeat, operation_fn, values)
         handed_on = x.shape.num_elements()
         if self._mode == "auto" and (handed_on is None or handed_on > _MOST_HANDED_ON):
             self.choices[repeat.name] = f"unrolled: {_SLOWER}"
@@ -205,7 +214,8 @@ class ScannedLayers:
             x: tf.Tensor, shared: list[tf.Tensor], masks: list[tf.Tensor | None]
         ) -> tf.Tensor:
             for t, mask_of_shared in zip(shared, masks, strict=True):
-                private.keras_mask.set(t, mask_of_shared)
+                if mask_of_shared is not None:
+                    private.keras_mask.set(t, mask_of_shared)
             inputs = [*shared[:place], x, *shared[place:]]
             (y,) = walks.run_nodes(repeat.body, operation_fn, inputs)
             return y
@@ -296,7 +306,7 @@ def _refusal(repeat: Repeat) -> str | None:
         if reason is None and getattr(layer, "activity_regularizer", None) is not None:
             reason = "has an activity regularizer"
         if reason is not None:
-            return f"{layer.name!r} {reason}"
+            return f"{layer.name!r} {reason}."
     return None
 
 

@@ -171,7 +171,7 @@ def summary(engine: Engine, sample: Batch, layout: Layout) -> Summary:
         programs = analysis.compile_programs(engine.trace(dispatch))
     choices = {}
     if attention is not None:
-        choices = scanned.with_copies(attention.choices)
+        choices = scanned.expand_choices(attention.choices)
 
     total = cost.count(proto for _, proto in programs)
     memory = analysis.measure(engine, programs)

@@ -236,7 +236,7 @@ class TrainStep:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
         micro_batches = trip_count(stack)
         weights = self._read_weights()
-        trained_stacks = [stack for stack in self.objective.weight_stacks if self._trains(stack)]
+        trained_stacks = [layers for layers in self.objective.weight_stacks if self._trains(layers)]
         # Weights that a loop over layers takes as a stack have one gradient together.
         trained = [*self.variables, *trained_stacks]
         before = gradients.totals_before(trained, sums.gradients, sums.looked_up)
@@ -249,7 +249,12 @@ class TrainStep:
             read: dict[VariableStack, tf.Tensor] = {}  # their values outside of the loop
             casts = hoisted_casts(weights, read)
 
+            inside = tf.compat.v1.get_default_graph()
+
             def read_stack(layers: VariableStack) -> tf.Tensor:
+                if tf.compat.v1.get_default_graph() is not inside:
+                    # What is traced in a graph of its own is differentiated there.
+                    return layers.read()
                 if layers not in stacked:
                     # The gradient ends at the stack: its variables would count it again.
                     with tape.stop_recording():
