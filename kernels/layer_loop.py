@@ -162,6 +162,13 @@ class LayerGraph(RecomputedFunction):
         return any(t.name == self._inputs.x.name for t in self.residuals)
 
     @property
+    def reached_weights(self) -> list[bool]:
+        """Tells of each weight if the layer's output depends on it."""
+        count = len(self._inputs.weights)
+        gradients = self._gradients.d_sources
+        return [gradient is not None for gradient in gradients[len(gradients) - count :]]
+
+    @property
     def residual_bytes(self) -> float:
         """Bytes of one layer's residuals; infinite where a size is not known."""
         total: float = 0
@@ -271,8 +278,12 @@ def run_loops(
             d_inputs, totals = loops.backward(dy, kept, totals)
             d_inputs = first_order(d_inputs, "A LayerStack")
             first_weight = len(d_inputs) - len(weights)
-            for k, total in totals.items():
-                accumulators[k].note(d_inputs[first_weight + k], total)
+            for k, is_reached in enumerate(layer.reached_weights):
+                if not is_reached:
+                    # As in plain layers: an optimizer leaves such a weight alone.
+                    d_inputs[first_weight + k] = None
+                elif k in totals:
+                    accumulators[k].note(d_inputs[first_weight + k], totals[k])
             return d_inputs
 
         return (y, *after), gradient

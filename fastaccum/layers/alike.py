@@ -45,8 +45,8 @@ _VALUES = (
     tf.TensorShape,
     tf.TensorSpec,
 )
-# Packages whose layers compute nothing by their names.
-_NAMELESS = ("keras", "keras_hub", "fastaccum", "builtins")
+# Packages whose layers compute by their attributes alone, and nothing by their names.
+_NAMELESS = ("keras", "keras_hub", "fastaccum", "tensorflow", "builtins")
 # The most characters of a value in a reason.
 _SHOWN = 40
 
@@ -63,6 +63,9 @@ class Comparison:
         self._counterparts: dict[int, Any] = {}  # of what was compared, by id
         self._originals: dict[int, Any] = {}  # the same the other way round
         self._kept: list[object] = []  # lest a later object gets the id of an earlier one
+        # Whether code was met that is neither Keras's nor KerasHub's: it may compute by what no
+        # attribute tells.
+        self.meets_users_code = False
 
     def inputs(self, nodes: Sequence[Any]) -> list[tuple[keras.KerasTensor, keras.KerasTensor]]:
         """Lists what compared nodes take from outside, each with its counterpart."""
@@ -96,6 +99,8 @@ class Comparison:
 
     def compare(self, a: Any, b: Any, path: str) -> str | None:
         """Says where two values differ; None if they do not. `path` leads to them."""
+        if _is_users_code(a):
+            self.meets_users_code = True
         if a is None or isinstance(a, _VALUES):
             if type(a) is type(b) and (a == b or (a != a and b != b)):
                 return None
@@ -229,7 +234,9 @@ def _reads_name(kind: type) -> bool:
             continue
         for attribute, method in vars(base).items():
             code = getattr(method, "__code__", None)
-            if code is not None and attribute != "__init__" and "name" in code.co_names:
+            if code is None or attribute == "__init__":
+                continue
+            if {"name", "path"} & {*code.co_names}:
                 return True
     return False
 
@@ -276,6 +283,7 @@ def _traits_of_function(function: types.FunctionType) -> dict[str, Any]:
         "kwdefaults": function.__kwdefaults__,
         "variables": contents,
         "globals": id(function.__globals__),
+        "attributes": dict(vars(function)),
     }
 
 
@@ -283,10 +291,14 @@ class _Code(str):
     """The text of a function's code, which is equal where the function is written the same."""
 
     def __new__(cls, code: types.CodeType) -> _Code:
-        return super().__new__(cls, f"{code.co_code!r} {code.co_names} {code.co_consts}")
+        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+        return super().__new__(cls, f"{code.co_code!r} {names} {counts} {code.co_consts}")
 
 
 def _compare_arrays(a: Any, b: Any, path: str) -> str | None:
+    if isinstance(a, np.ndarray) and type(a) is not np.ndarray:
+        return f"{path} are arrays of a class of their own"
     if tf.is_symbolic_tensor(a) or tf.is_symbolic_tensor(b):
         return None  # left from a call that was traced
     a = np.asarray(a)
@@ -295,6 +307,17 @@ def _compare_arrays(a: Any, b: Any, path: str) -> str | None:
     if is_same_kind and a.tobytes() == b.tobytes():
         return None
     return f"{path} holds other numbers"
+
+
+def _is_users_code(value: Any) -> bool:
+    """Tells if a value is a function or an object of a class that no known package defines."""
+    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        return package(value) not in _NAMELESS
+    if isinstance(value, keras.Operation):
+        return package(type(value)) not in _NAMELESS
+    if callable(value) and not isinstance(value, type):
+        return package(type(value)) not in _NAMELESS
+    return False
 
 
 def _policies(layer: keras.layers.Layer) -> list[object]:
@@ -326,7 +349,10 @@ def _are_equal(a: Any, b: Any) -> bool:
 def _show(value: Any) -> str:
     if isinstance(value, keras.Operation):
         return f"a {type(value).__name__}"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # of whatever kind
+        text = f"a {type(value).__name__}"
     if len(text) <= _SHOWN:
         return text
     return f"{text[:_SHOWN]}..."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -25,6 +25,7 @@ class Repeat(NamedTuple):
     parts: list[list[Any]]  # the nodes of each part
     whole: Segment  # the nodes of all parts
     body: Segment  # the nodes of the first part
+    is_known: bool  # whether all code is Keras's or KerasHub's
 
     @property
     def inputs(self) -> list[keras.KerasTensor]:
@@ -74,7 +75,7 @@ def find_repeats(graph: keras.Function, fewest: int) -> Found:
         span = search.nodes[start:end]
         whole = make_segment(span, graph.outputs, search.nodes, False)
         body = make_segment(parts[0], graph.outputs, search.nodes, False)
-        repeats.append(Repeat(parts, whole, body))
+        repeats.append(Repeat(parts, whole, body, search.is_known(parts)))
         start = end
     return Found(repeats, list(dict.fromkeys(reasons)))
 
@@ -86,6 +87,7 @@ class _Search:
         self.nodes, apart = ordered(graph)
         self._kinds = [_kind(node, k in apart) for k, node in enumerate(self.nodes)]
         self._differences: dict[tuple[int, int], str | None] = {}  # by the ids of two operations
+        self._of_user: set[int] = set()  # the ids of operations with code of a user's
         # The places of the nodes that take a tensor; that behind the last stands for an output.
         self._consumers: dict[int, list[int]] = {}
         for k, node in enumerate(self.nodes):
@@ -127,7 +129,7 @@ class _Search:
             comparison = Comparison()
             difference = self._layer_difference(before, part)
             if difference is None:
-                difference = comparison.compare_nodes(before, part, "")
+                difference = _compared(comparison.compare_nodes, before, part)
             if difference is not None:
                 reason = f"{_name(part)} differs from {_name(before)}: {difference}"
                 break
@@ -153,6 +155,10 @@ class _Search:
             parts.pop()
         return parts, reason
 
+    def is_known(self, parts: Sequence[Sequence[Any]]) -> bool:
+        """Tells if no code of a user's was met as the layers of these parts were compared."""
+        return not any(id(node.operation) in self._of_user for part in parts for node in part)
+
     def _layer_difference(self, part: Sequence[Any], other: Sequence[Any]) -> str | None:
         """Says how a layer of a part differs from that at its place in another; None if none does.
 
@@ -162,7 +168,10 @@ class _Search:
             layers = (node.operation, node_of_other.operation)
             key = (id(layers[0]), id(layers[1]))
             if key not in self._differences:
-                self._differences[key] = Comparison().compare(*layers, "")
+                comparison = Comparison()
+                self._differences[key] = _compared(comparison.compare, *layers)
+                if comparison.meets_users_code:
+                    self._of_user.add(id(layers[0]))
             if self._differences[key] is not None:
                 return self._differences[key]
         return None
@@ -182,6 +191,14 @@ class _Search:
         if len(given) != 1:
             return False
         return all(k < end for k in self._consumers[id(given[0])])
+
+
+def _compared(compare: Callable[..., str | None], a: Any, b: Any) -> str | None:
+    """Compares two values that may hold anything."""
+    try:
+        return compare(a, b, "")
+    except Exception as error:  # of whatever kind: code of the user's may have run
+        return f"they cannot be compared: {type(error)}"
 
 
 def _count(parts: Sequence[Sequence[Any]]) -> int:

@@ -26,10 +26,11 @@ ScanLayers = Literal["auto"] | bool
 # The fewest layers that the mode "auto" runs in a loop: of fewer, little is not compiled again.
 _FEWEST = 4
 # The most elements, rows included, that a layer of such a loop hands on to the next. What a loop
-# keeps for the way back is written to memory; so little of it stays in a cache. On two CPU cores, steps of 12 layers
-# took 0.93 to 0.95 of the time of unrolled ones up to here, and 1.09 to 1.11 from four times as
-# many elements on.
+# keeps for the way back is written to memory; so little of it stays in a cache. On two CPU cores,
+# steps of 12 layers took 0.93 to 0.95 of the time of unrolled ones up to here, and 1.09 to 1.11
+# from four times as many elements on.
 _MOST_HANDED_ON = 2**13
+_OF_USER = "code of your own may compute by more than its attributes (scan_layers=True)"
 _SLOWER = "as a loop they would compile sooner, and run slower (scan_layers=True)"
 
 
@@ -65,7 +66,8 @@ def probe_layers(model: keras.Model) -> ProbedLayers:
     for graph in _graphs(model):
         if id(graph) in in_repeats:
             continue
-        repeats_of_graph = find_repeats(graph, fewest=2).repeats
+        found = find_repeats(graph, fewest=2).repeats
+        repeats_of_graph = [repeat for repeat in found if repeat.is_known]
         if repeats_of_graph:
             replacement = functools.partial(
                 _walk, graph, _segments(graph, repeats_of_graph), _run_once
@@ -93,7 +95,8 @@ class ScannedLayers:
     Args:
         model: a built Keras 3 model.
         mode: False for no loops, True for every repeat of two layers or more; "auto" for those of
-            four or more on a CPU where each layer hands on so little that a loop is no slower.
+            four or more without code of the user's, on a CPU where each layer hands on so little
+            that a loop is no slower.
         trained: the variables that the step trains.
         assigned: the variables that a call may assign.
 
@@ -130,6 +133,9 @@ class ScannedLayers:
                 reason = _refusal(repeat)
                 if reason is not None:
                     self._refuse(repeat, reason)
+                    continue
+                if mode == "auto" and not repeat.is_known:
+                    self.choices[repeat.name] = f"unrolled: {_OF_USER}"
                     continue
                 if mode == "auto" and has_gpu():
                     self.choices[repeat.name] = f"unrolled: {_SLOWER}"
@@ -279,14 +285,23 @@ def _require_loopable(x: tf.Tensor, y: tf.Tensor) -> None:
         raise NotStackable(f"They draw random numbers in {drawn} that no seed of theirs says.")
 
 
-def _graphs(model: keras.Model) -> Iterator[keras.Function]:
-    """Yields the graphs of a model and of those within it, an outer one before an inner."""
-    seen = set()
-    for layer in private.flatten_layers(model):
-        graph = blocks.graph_of(layer)
-        if graph is not None and id(graph) not in seen:
-            seen.add(id(graph))
-            yield graph
+def _graphs(model: keras.Model) -> list[keras.Function]:
+    """Lists the graph of a model and those that are its nodes, an outer one before an inner.
+
+    A graph that other code calls may be called anywhere: in a loop, or for derivatives.
+    """
+    graphs: dict[int, keras.Function] = {}
+    pending = [model]
+    while pending:
+        graph = blocks.graph_of(pending.pop(0))
+        if graph is None or id(graph) in graphs:
+            continue
+        graphs[id(graph)] = graph
+        nodes, _ = blocks.ordered(graph)
+        for node in nodes:
+            if isinstance(node.operation, keras.layers.Layer):
+                pending.append(node.operation)
+    return list(graphs.values())
 
 
 def _layers(parts: Sequence[Sequence[Any]]) -> Iterator[keras.layers.Layer]:

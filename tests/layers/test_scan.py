@@ -289,7 +289,7 @@ def test_an_output_in_the_middle_ends_a_repeat():
     ],
 )
 def test_scanned_layers_train_as_unrolled_ones(make, policy, tolerance):
-    scanned = trained(make, "auto", policy)
+    scanned = trained(make, True, policy)
     require_equal(scanned, trained(make, False, policy), tolerance)
     assert any(choice.startswith("one loop of ") for choice in loops_of(scanned[2]))
 
@@ -366,12 +366,11 @@ def test_layers_that_no_loop_can_run_are_named_and_run_one_by_one(kind, reason):
     def make():
         return of_blocks(*(kind() for _ in range(4)))
 
-    scanned = trained(make, "auto")
+    with pytest.warns(UserWarning, match=f"scan_layers=True: .*{reason}"):
+        scanned = trained(make, True)
     require_equal(scanned, trained(make, False), 1e-6)
     (choice,) = loops_of(scanned[2])
     assert choice.startswith("unrolled: ") and reason in choice
-    with pytest.warns(UserWarning, match=f"scan_layers=True: .*{reason}"):
-        trained(make, True)
 
 
 def test_a_mask_that_layers_change_is_seen_by_each():
@@ -382,7 +381,8 @@ def test_a_mask_that_layers_change_is_seen_by_each():
             x = Unmasking()(x)
         return keras.Model(inputs, layers.Dense(3)(x))
 
-    scanned = trained(make, "auto")
+    with pytest.warns(UserWarning, match="input's mask"):
+        scanned = trained(make, True)
     require_equal(scanned, trained(make, False), 1e-6)
     assert "input's mask" in loops_of(scanned[2])[0]
 
@@ -436,3 +436,82 @@ def test_predictions_and_a_saved_model_are_those_of_the_model(tmp_path):
     expected = trainer.predict(x, batch_size=3, verbose=0)
     np.testing.assert_allclose(loaded.predict(x, verbose=0), expected, rtol=1e-5, atol=1e-6)
     assert len(trainer_of(loaded, True).summary(x, y, batch_size=3).loops) == 1
+
+
+def test_auto_loops_over_layers_of_keras_alone():
+    assert loops_of(trained(dense, "auto")[2]) == ["one loop of 4"]
+    of_user = trained(lambda: of_blocks(*(Block() for _ in range(4))), "auto")
+    assert "code of your own" in loops_of(of_user[2])[0]
+    activated = trained(lambda: dense_of(lambda x: tf.tanh(x)), "auto")
+    assert "code of your own" in loops_of(activated[2])[0]
+
+
+def dense_of(activation):
+    inner = [layers.Dense(WIDTH, activation) for _ in range(4)]
+    return keras.Sequential([keras.Input((WIDTH,)), *inner, layers.Dense(3)])
+
+
+class Calling(layers.Layer):
+    """A layer that calls a model of layers that repeat, in a function of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = dense_of("tanh")
+
+    def call(self, x):
+        return tf.function(self.net, autograph=False)(x)
+
+
+@pytest.mark.parametrize("scan_layers", ["auto", True])
+def test_a_graph_that_a_layer_calls_as_it_likes_is_left_to_it(scan_layers):
+    def make():
+        inputs = keras.Input((WIDTH,))
+        return keras.Model(inputs, Calling()(inputs))
+
+    scanned = trained(make, scan_layers)
+    require_equal(scanned, trained(make, False), 1e-6)
+    assert not loops_of(scanned[2])
+
+
+class Unused(Block):
+    """A block with a weight that it does not use."""
+
+    def build(self, shape):
+        super().build(shape)
+        self.unused = self.add_weight(shape=(3,), initializer="ones")
+
+
+def test_a_weight_without_a_gradient_does_not_decay():
+    model = made(lambda: of_blocks(*(Unused() for _ in range(4))))
+    x, y = data(model)
+    optimizer = keras.optimizers.AdamW(0.1, weight_decay=0.5)
+    trainer = fa.Trainer(
+        model,
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        gradient_accumulation_steps=2,
+        jit_compile=True,
+        scan_layers=True,
+    )
+    with pytest.warns(UserWarning, match="No gradient of the loss reaches"):
+        trainer.fit(x, y, batch_size=3, verbose=0)
+    assert loops_of(trainer) == ["one loop of 4"]
+    for layer in model.layers[:-1]:
+        np.testing.assert_array_equal(layer.unused, np.ones(3))
+
+
+class PenalisedLast(Block):
+    def call(self, x):
+        y = super().call(x)
+        if self.name.endswith("3"):
+            self.add_loss(tf.reduce_mean(tf.square(y)))
+        return y
+
+
+def test_a_loss_that_one_layer_adds_counts():
+    def losses(kind):
+        model = made(lambda: of_blocks(*(kind(name=f"block_{k}") for k in range(4))))
+        x, y = data(model)
+        return trainer_of(model, "auto").fit(x, y, batch_size=3, verbose=0).history["loss"][0]
+
+    assert losses(PenalisedLast) > losses(Block) + 0.1
