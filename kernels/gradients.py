@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.variable_stack import VariableStack
-from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice, in_xla, loop
+from fastaccum.kernels.xla_ops import HALF, dot, dynamic_update_slice, in_xla
 
 # What a gradient is summed for: a variable, or a stack of some.
 Trained: TypeAlias = "tf.Variable | VariableStack"
@@ -332,14 +332,30 @@ def totals_before(
     looked_up: Mapping[int, tf.Tensor],
 ) -> TotalsBefore:
     """Returns the totals of the stacks so far, with zeros where there are none."""
-    totals = [tf.zeros(v.shape, accumulator_dtype(v.dtype)) for v in variables]
+    zeros = _Zeros()
+    totals = []
+    for v in variables:
+        totals.append(zeros.of(v.shape, accumulator_dtype(v.dtype)))
     for j, total in enumerate(sums):
         if total is not None:
             totals[j] = total
-    rows_looked_up = [tf.zeros(v.shape[:1], tf.bool) for v in variables]
+    rows_looked_up = [zeros.of(v.shape[:1], tf.bool) for v in variables]
     for j, rows in looked_up.items():
         rows_looked_up[j] = rows
     return TotalsBefore(totals, rows_looked_up)
+
+
+class _Zeros:
+    """Zeros in the graph that is traced now, made once for each shape and dtype."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, tf.Tensor] = {}
+
+    def of(self, shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
+        key = (tuple(shape), dtype)
+        if key not in self._made:
+            self._made[key] = tf.zeros(shape, dtype)
+        return self._made[key]
 
 
 def offered_specs(before: TotalsBefore, steps: int) -> list[tf.TensorSpec]:
@@ -410,6 +426,7 @@ class GradientSums:
     def offered(self, specs: Sequence[tf.TensorSpec], carried: Carried) -> list[tf.Tensor]:
         """Returns the totals so far, from what the loop carries, for kernels that add to them."""
         totals = []
+        zeros = _Zeros()
         for j, spec in enumerate(specs):
             if isinstance(self._accumulators.get(j), AddedAccumulator):
                 totals.append(carried[j][0])
@@ -417,7 +434,7 @@ class GradientSums:
                 # Those that no kernel adds to are not read. Zeros from outside would be copied into
                 # the loop in an order that differs from process to process, and with it the name by
                 # which a compiled program is found again.
-                totals.append(tf.zeros(spec.shape, spec.dtype))
+                totals.append(zeros.of(spec.shape, spec.dtype))
         return totals
 
     def add(self, i: tf.Tensor, carried: Carried, terms: Mapping[int, list[tf.Tensor]]) -> Carried:
@@ -474,19 +491,6 @@ def squares(accumulators: Sequence[tf.Tensor], denominator: tf.Tensor) -> list[t
     unscale = tf.math.reciprocal_no_nan(denominator)
     # Unscaled before it is squared: at a loss scale of 2**24 the squares would overflow float32.
     return [_sum_of_squares(a * tf.cast(unscale, a.dtype)) for a in accumulators]
-
-
-def layer_numbers(count: int) -> list[tf.Tensor]:
-    """Returns the numbers of layers, from 0 on, as scalars that XLA does not know on a CPU.
-
-    It would compile what each layer's part of a stack is used for with the number as a constant,
-    and so once for each layer; without, it compiles that once for all.
-    """
-    numbers = [tf.constant(k) for k in range(count)]
-    if in_xla() and not has_gpu():
-        # XLA computes no loop in advance but one that counts: the numbers are negated twice.
-        numbers = loop(2, lambda _, *numbers: [-number for number in numbers], numbers)
-    return numbers
 
 
 def _whole_tensors(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -8,41 +8,46 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import keras
 import tensorflow as tf
 
-from fastaccum.kernels import trace_context
+from fastaccum.kernels import private, trace_context
 from fastaccum.kernels.custom_gradients import custom_gradient
-from fastaccum.kernels.trace_context import NO_CASTS, Casts, Find
+from fastaccum.kernels.trace_context import Casts, Find
 from fastaccum.kernels.variable_stack import VariableStack
 
 
 def hoisted_casts(
-    values: Iterable[tuple[keras.Variable | tf.Variable, tf.Tensor]],
+    variables: Iterable[tuple[keras.Variable | tf.Variable, tf.Variable]],
+    outside: tf.Graph,
     stacks: Mapping[VariableStack, tf.Tensor] | None = None,
 ) -> Casts:
-    """Returns casts that are made outside of the loop that is traced here.
+    """Returns casts that are made in the graph `outside` of the loop that is traced here.
 
-    They are made where each variable's value was read: `values` lists variables with their values,
-    and `stacks` those that were read until a cast is asked for.
+    `variables` are those that keep their values in the loop, each with its tf.Variable, which is
+    read where a cast is asked for first. `stacks` has the values of those that were read by then.
     """
-    value_by_id = {id(variable): value for variable, value in values}
-    if not value_by_id:
-        return NO_CASTS
-    outside = next(iter(value_by_id.values())).graph
+    kept = {id(asked): variable for asked, variable in variables}
     made: dict[tuple[int | tuple, tf.DType], tf.Tensor] = {}
 
     def find(source, dtype):
         is_table = isinstance(source, tuple)
+        is_stack = isinstance(source, VariableStack)
         key = (source if is_table else id(source), dtype)
         if key in made:
             return made[key]
-        value = value_by_id.get(id(source))
-        if stacks is not None and isinstance(source, VariableStack):
-            value = stacks.get(source)
-        if not is_table and value is None:
-            return None
         with outside.as_default():
             if is_table:
                 make, *arguments = source
                 value = make(*arguments)
+            elif is_stack and stacks is not None and source in stacks:
+                value = stacks[source]
+            elif id(source) in kept:
+                variable = kept[id(source)]
+                with private.record.stop_recording():  # as if it were read before the loop
+                    # No tape and no graph in between is to note that it is read here.
+                    value = tf.raw_ops.ReadVariableOp(
+                        resource=variable.handle, dtype=variable.dtype
+                    )
+            else:
+                return None
             made[key] = tf.cast(value, dtype)
         return made[key]
 

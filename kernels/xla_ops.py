@@ -47,6 +47,24 @@ def loop(
     return results
 
 
+def opaque(scalars: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns scalars, numbers or bools, of which XLA does not know on a CPU how they are computed.
+
+    It would compute them again in each kernel that takes them, or compile each kernel for the
+    value of a constant; without, it compiles kernels that differ by a scalar alone once for all.
+    """
+    if not scalars or not in_xla() or has_gpu():
+        return list(scalars)
+    # XLA computes no loop in advance but one that counts: the scalars are negated twice.
+    return loop(2, lambda _, *values: [_negated(value) for value in values], scalars)
+
+
+def _negated(value: tf.Tensor) -> tf.Tensor:
+    if value.dtype == tf.bool:
+        return tf.logical_not(value)
+    return -value
+
+
 # Elements of all results of a turn together, 1 GiB in float32: a larger turn runs alone, since two
 # at a time take twice the memory.
 _LARGEST_TURN = 2**28

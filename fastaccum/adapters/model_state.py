@@ -8,6 +8,7 @@ import tensorflow as tf
 from fastaccum.adapters.call_effects import CallEffects
 from fastaccum.basics.attributes import Variable, of_keras, raw
 from fastaccum.kernels import fp32_layers, private
+from fastaccum.layers.chains import Chain
 
 
 class ModelState:
@@ -15,7 +16,9 @@ class ModelState:
 
     def __init__(self, model: keras.Model):
         self.model = model
-        self.effects = CallEffects()  # known once the model has been called
+        # Known once the model has been called:
+        self.effects = CallEffects()
+        self.chains: list[Chain] = []  # layers that its code calls one after the other
 
     @property
     def layers(self) -> list[keras.layers.Layer]:

@@ -24,6 +24,7 @@ from fastaccum.basics.warnings import without_arguments
 from fastaccum.graphs import jit_choice, traces
 from fastaccum.kernels import private
 from fastaccum.layers import lookups
+from fastaccum.layers.chains import ChainSearch
 from fastaccum.layers.interceptors import intercepting
 from fastaccum.layers.scan import ProbedLayers, probe_layers
 
@@ -335,11 +336,14 @@ class Model(ModelState):
     def _trace_calls(self, x: Nest, probed: ProbedLayers) -> Nest:
         # Keras forgets what a symbolic call adds and assigns; a traced one shows it. Some layers
         # add in one mode only.
+        search = ChainSearch(self.model)
         for training in (True, False):
             call = functools.partial(self.__call__, training=training)
-            with intercepting(probed.interceptors):
+            with intercepting([*probed.interceptors, *search.interceptors]):
                 traced = self.effects.trace(call, x, training, self._may_count_rows)
             self.effects.note(traced, self.variables, self._added_losses())
+            search.note(traced.graph)
+        self.chains = search.chains
         self.effects.assigned = probed.expand_variables(self.effects.assigned)
         return traced.structured_outputs
 

@@ -24,6 +24,8 @@ _UNCALLED = (
     private.COMPUTE_GRADIENTS,
     private.TRANSFORM_GRADIENTS,
 )
+# The methods of an update.
+_OF_UPDATES = ("apply", "apply_gradients", "update_step")
 # of a MultiOptimizer: those of the optimizers inside are called
 _OF_PARTS = ("apply", "apply_gradients")
 Pairs = list[tuple[tf.Tensor, Variable]]  # of a gradient and its variable
@@ -214,11 +216,13 @@ class Optimizer:
                 self._update(pairs)
             return
 
-        changed = [*self._model_variables, *self.variables]
-        before = [v.read_value() for v in changed]
         with self._selecting(ok, pairs) as selected, self._with_lookups(rows_by_table):
+            before = []
+            for variable in [*self._model_variables, *self.variables]:
+                if id(variable) not in selected:
+                    before.append((variable, variable.read_value()))
             self._update(pairs)
-        for variable, value in zip(changed, before, strict=True):
+        for variable, value in before:
             if id(variable) not in selected:
                 variable.assign(tf.where(ok, variable.read_value(), value))
 
@@ -227,7 +231,7 @@ class Optimizer:
     ) -> contextlib.AbstractContextManager[set[int]]:
         """Lets assignments in the block select by `ok`; yields the ids of the variables that do.
 
-        The block updates the variables of `pairs`.
+        The block updates the variables of `pairs`, and adds those that turn out to select.
         """
         return contextlib.nullcontext(set())
 
@@ -303,7 +307,19 @@ def _assigns_itself(part: keras.optimizers.Optimizer) -> bool:
 
 def _updates_as_keras(part: keras.optimizers.Optimizer) -> bool:
     """Tells if an optimizer is one of Keras's own, which updates variables of a spec alike."""
-    return of_keras(part) and not is_users(part, "update_step")
+    if not of_keras(part) or "keras.MultiOptimizer" in kinds(part):
+        return False
+    rate = private.learning_rate(part, None)
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    if callable(rate) and not is_schedule:
+        return False  # each call may return another one
+    return not any(is_users(part, method) for method in _OF_UPDATES)
+
+
+def _is_updated_alone(part: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
+    """Tells if nothing but `update_step` assigns a variable in one of Keras's own optimizers."""
+    decays = part.weight_decay is not None and private.use_weight_decay(part, variable)
+    return variable.constraint is None and not decays and not part.use_ema
 
 
 class _Constraint(keras.constraints.Constraint):
@@ -364,11 +380,17 @@ class Keras3Optimizer(Optimizer):
             for name, compute_new in _ASSIGNMENTS.items():
                 hooks.append((part, name, hooked(getattr(part, name), compute_new)))
         native_pairs = [(gradient, self._to_native(v)) for gradient, v in pairs]
-        sharing = [part for part in self.parts if in_xla() and _updates_as_keras(part)]
         with contextlib.ExitStack() as hooked_parts:
+            if in_xla():
+                for part in self.parts:
+                    if not _updates_as_keras(part):
+                        continue
+                    shared = hooked_parts.enter_context(shared_updates(part, native_pairs, ok))
+                    selected.update(shared)
+                    for _, variable in native_pairs:
+                        if not _is_updated_alone(part, variable):
+                            selected.discard(id(raw(variable)))
             hooked_parts.enter_context(replaced(hooks))
-            for part in sharing:
-                hooked_parts.enter_context(shared_updates(part, native_pairs, ok, selected))
             yield selected
 
     def _knows(self, variable: Variable) -> bool:

@@ -2,18 +2,18 @@
 
 A model of many layers has many such variables. Tracing `update_step` for each of them, and
 translating each trace to XLA, takes a large part of the first train step. Here the trace of one
-variable becomes a function of values, which is called for the others:
+variable becomes a function of values,
 
     new_variable, *new_slots = update(gradient, variable, *slots, learning_rate, iterations, ok)
 
-XLA inlines the calls: the compiled program is the same.
+and a function of the variables' handles, which reads them, calls it and assigns them, is called
+for each of the others. XLA inlines the calls: the compiled program is the same.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -30,6 +30,7 @@ _ASSIGNMENTS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "AssignAddVariableOp": tf.add,
     "AssignSubVariableOp": tf.subtract,
 }
+_NOT_REPLAYED = ("Placeholder", "NoOp")
 # The lists of an optimizer that hold no slots.
 _NO_SLOTS = (private.variables.name, private.trainable_variables.name)
 
@@ -43,28 +44,20 @@ class _NotShareable(Exception):
 
 
 class _SharedUpdate(NamedTuple):
-    """An update as a function of values, for any variable of one spec."""
+    """An update as a function of handles, for any variable of one spec."""
 
-    function: ConcreteFunction  # of a gradient, the variables' values and the common tensors
-    read: list[int]  # the variables whose values it takes, by their places in `OwnVariables`
-    common: list[tf.Tensor]  # the same for all: the learning rate, the count of updates, `ok`
-    assigned: list[int]  # the variables whose new values it returns
-    traced: OwnVariables  # with which it was traced
+    function: ConcreteFunction  # of `ok`, a gradient, handles and the rest of the common tensors
+    touched: list[int]  # the variables whose handles it takes, by their places in `OwnVariables`
+    common: list[tf.Tensor]  # `ok`, and what is computed from the learning rate and the count
+    assigned: list[int]  # the variables that it assigns
 
     def apply(self, gradient: tf.Tensor, own: OwnVariables) -> None:
-        """Updates a variable and its slots."""
-        values = [own[place].read_value() for place in self.read]
-        # Not a plain call: TensorFlow would inline it, and then XLA translate it, once for each.
-        # A branch is translated once. As it is the only one, XLA makes no conditional of it.
-        new_values = tf.raw_ops.StatelessCase(
-            branch_index=0,
-            input=[gradient, *values, *self.common],
-            Tout=[t.dtype for t in self.function.outputs],
-            branches=[self.function],
-            output_shapes=[t.shape for t in self.function.outputs],
+        """Updates a variable and its slots where `ok`."""
+        ok, *others = self.common
+        handles = [own[place].handle for place in self.touched]
+        tf.raw_ops.StatefulPartitionedCall(
+            args=[ok, gradient, *handles, *others], Tout=[], f=self.function
         )
-        for place, new_value in zip(self.assigned, new_values, strict=True):
-            own[place].assign(new_value)
 
 
 @contextlib.contextmanager
@@ -72,46 +65,55 @@ def shared_updates(
     optimizer: keras.optimizers.Optimizer,
     pairs: Sequence[tuple[tf.Tensor, keras.Variable]],
     ok: tf.Tensor,
-    selected: set[int],
-) -> Iterator[None]:
+) -> Iterator[set[int]]:
     """Lets one of Keras's optimizers trace its updates in the block once for each spec.
 
-    Updates that are traced in the block may select by `ok`, and then add the ids of variables to
-    `selected`; so does each update that a trace stands for. A spec that one variable has alone, and
-    an update that assigns other variables or does more than compute, stay as they are.
+    Yields the ids of the variables whose updates are shared. These change only where `ok`. A spec
+    that one variable has alone, and an update that assigns other variables or does more than
+    compute, stay as they are.
     """
     update_one: UpdateStep = optimizer.update_step
     indices = private.variables_indices(optimizer)
     slot_lists = _slot_lists(optimizer)
 
-    def own_variables(variable: tf.Variable) -> OwnVariables:
+    updates_by_spec: dict[Hashable, list[tuple[tf.Tensor, OwnVariables]]] = {}
+    for gradient, variable in pairs:
         index = indices.get(private.var_key(optimizer, variable))
         if index is None:
-            return [variable]
-        return [variable, *(raw(slots[index]) for slots in slot_lists)]
+            continue  # another part's
+        own = [raw(variable), *(raw(slots[index]) for slots in slot_lists)]
+        spec = _spec(gradient, own)
+        if spec is not None:
+            updates_by_spec.setdefault(spec, []).append((gradient, own))
 
-    counts = collections.Counter(_spec(gradient, own_variables(raw(v))) for gradient, v in pairs)
-    shared_by_spec: dict[Hashable, _SharedUpdate | None] = {}
+    learning_rate = optimizer.learning_rate  # computed once, where it is a schedule's
+    shared_by_variable: dict[int, tuple[_SharedUpdate, OwnVariables]] = {}
+    selected: set[int] = set()
+    for updates in updates_by_spec.values():
+        if len(updates) < 2:
+            continue
+        shared = _share(update_one, *updates[0], learning_rate, ok)
+        if shared is None:
+            continue
+        for _, own in updates:
+            shared_by_variable[id(own[0])] = (shared, own)
+            selected.update(id(own[place]) for place in shared.assigned)
+
+    waiting = set(shared_by_variable)
 
     def update(gradient: tf.Tensor, variable: tf.Variable, learning_rate: Any) -> None:
-        own = own_variables(variable)
-        spec = _spec(gradient, own)
-        if spec is None or counts[spec] < 2:
+        if id(variable) not in shared_by_variable:
             update_one(gradient, variable, learning_rate)
             return
-        if spec not in shared_by_spec:
-            shared_by_spec[spec] = _share(update_one, gradient, own, learning_rate, ok)
-        shared = shared_by_spec[spec]
-        if shared is None:
-            update_one(gradient, variable, learning_rate)
-            return
+        shared, own = shared_by_variable[id(variable)]
         shared.apply(gradient, own)
-        for place in shared.assigned:
-            if id(shared.traced[place]) in selected:
-                selected.add(id(own[place]))
+        waiting.discard(id(variable))
 
     with replaced([(optimizer, "update_step", update)]):
-        yield
+        yield selected
+    if waiting:
+        # The caller took it that they change only where `ok`.
+        raise RuntimeError(f"{type(optimizer).__name__} did not update {len(waiting)} variables")
 
 
 def _slot_lists(optimizer: keras.optimizers.Optimizer) -> list[list[keras.Variable | None]]:
@@ -148,21 +150,65 @@ def _share(
     learning_rate: Any,
     ok: tf.Tensor,
 ) -> _SharedUpdate | None:
-    """Traces the update of a variable as a function of values; None where it is none."""
+    """Traces the update of a variable as a function of handles; None where it is none."""
 
     @tf.function(autograph=False)
     def update(gradient):
         update_one(gradient, own[0], learning_rate)
 
-    spec = tf.TensorSpec(gradient.shape, gradient.dtype)
-    traced = update.get_concrete_function(spec)
+    gradient_spec = tf.TensorSpec(gradient.shape, gradient.dtype)
+    traced = update.get_concrete_function(gradient_spec)
+    captures = _sort_captures(traced, own, learning_rate)
+    if captures is None:
+        return None
+    places, common = captures
+    assigned: dict[str, int] = {}  # the places of the variables, by the names of their handles
+    for operation in traced.graph.get_operations():
+        if operation.type in _ASSIGNMENTS:
+            handle = operation.inputs[0].name
+            if handle not in places:
+                return None
+            assigned[handle] = places[handle]
+
+    try:
+        handed = _compute_common(traced.graph, common)
+        names = [traced.inputs[0].name, *places, *handed]
+
+        @tf.function(autograph=False)
+        def compute(ok, *inputs):
+            values = dict(zip(names, inputs, strict=True))
+            _replay(traced.graph, values, ok, computed=common)
+            return [values[handle] for handle in assigned]
+
+        touched = [own[place] for place in places.values()]
+        computed = compute.get_concrete_function(
+            tf.TensorSpec([], tf.bool),
+            gradient_spec,
+            *(tf.TensorSpec(v.shape, v.dtype) for v in touched),
+            *(tf.TensorSpec(t.shape, t.dtype) for t in handed.values()),
+        )
+    except _NotShareable:
+        return None
+    return _SharedUpdate(
+        _assign_by_handles(computed, touched, [list(places).index(name) for name in assigned]),
+        touched=list(places.values()),
+        common=[ok, *handed.values()],
+        assigned=list(assigned.values()),
+    )
+
+
+def _sort_captures(
+    traced: ConcreteFunction, own: OwnVariables, learning_rate: Any
+) -> tuple[dict[str, int], dict[str, tf.Tensor]] | None:
+    """Sorts what an update captures, by name: places of its own variables, and common tensors.
+
+    Returns None where it captures anything else.
+    """
     places_of_handles = {}
     for place, variable in enumerate(own):
         if variable is not None:
             places_of_handles[id(variable.handle)] = place
     variables_of_handles = {id(v.handle): v for v in traced.graph.variables}
-
-    # By the names of the handles and tensors that the trace captured.
     places: dict[str, int] = {}
     common: dict[str, tf.Tensor] = {}
     for outside, inside in traced.graph.captures:
@@ -171,58 +217,113 @@ def _share(
             places[inside.name] = places_of_handles[id(outside)]
         elif variable is not None and variable.shape.rank == 0:
             common[inside.name] = variable.read_value()
-        elif outside is ok or outside is learning_rate:
+        elif outside is learning_rate:
             common[inside.name] = outside
         else:
             return None
-    assigned = []
-    for operation in traced.graph.get_operations():
-        if operation.type in _ASSIGNMENTS and operation.inputs[0].name not in assigned:
-            assigned.append(operation.inputs[0].name)
-    if not places.keys() >= set(assigned):
-        return None
+    return places, common
+
+
+def _assign_by_handles(
+    computed: ConcreteFunction, touched: Sequence[tf.Variable], assigned: Sequence[int]
+) -> ConcreteFunction:
+    """Returns `computed` as a function that reads and assigns variables by their handles.
+
+    `computed` is one of `ok`, a gradient, the values of the `touched` variables and others. It
+    returns the new values of those at the places `assigned` among them.
+    """
+    count = len(touched)
 
     @tf.function(autograph=False)
-    def compute(gradient, own_values, common_values):
-        values = {traced.inputs[0].name: gradient}
-        values.update(zip(places, own_values, strict=True))
-        values.update(zip(common, common_values, strict=True))
-        _replay(traced.graph, values)
-        return [values[handle] for handle in assigned]
-
-    try:
-        function = compute.get_concrete_function(
-            spec,
-            [tf.TensorSpec(own[place].shape, own[place].dtype) for place in places.values()],
-            [tf.TensorSpec(t.shape, t.dtype) for t in common.values()],
+    def read_and_assign(ok, gradient, *inputs):
+        handles = inputs[:count]
+        values = []
+        for handle, variable in zip(handles, touched, strict=True):
+            value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=variable.dtype)
+            value.set_shape(variable.shape)
+            values.append(value)
+        # Not a plain call: TensorFlow would inline it, and then XLA translate it, once for each.
+        # A branch is translated once. As it is the only one, XLA makes no conditional of it.
+        new_values = tf.raw_ops.StatelessCase(
+            branch_index=0,
+            input=[ok, gradient, *values, *inputs[count:]],
+            Tout=[t.dtype for t in computed.outputs],
+            branches=[computed],
+            output_shapes=[t.shape for t in computed.outputs],
         )
-    except _NotShareable:
-        return None
-    return _SharedUpdate(
-        function,
-        read=list(places.values()),
-        common=list(common.values()),
-        assigned=[places[handle] for handle in assigned],
-        traced=own,
-    )
+        for place, new_value in zip(assigned, new_values, strict=True):
+            tf.raw_ops.AssignVariableOp(resource=handles[place], value=new_value)
+
+    specs = [tf.TensorSpec(t.shape, t.dtype) for t in computed.inputs]
+    specs[2 : 2 + count] = [tf.TensorSpec([], tf.resource) for _ in touched]
+    return read_and_assign.get_concrete_function(*specs)
 
 
-def _replay(graph: tf.Graph, values: dict[str, tf.Tensor]) -> None:
+def _compute_common(graph: tf.Graph, common: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Computes, in the default graph, what a graph computes from the `common` tensors alone.
+
+    Adds that to `common`, by name. Returns those of the tensors that the rest of the graph takes.
+    """
+    constants: set[str] = set()  # the names of what is computed from no input
+    handed = {}
+    for operation in graph.get_operations():
+        if operation.type in _NOT_REPLAYED:
+            continue
+        others = [t for t in operation.inputs if t.name not in constants]
+        if not others:
+            constants.update(t.name for t in operation.outputs)
+        elif all(t.name in common for t in others):
+            values = dict(common)
+            for t in operation.inputs:
+                if t.name in constants:
+                    values[t.name] = _copy_constant(t)
+            _replay_one(operation, values)
+            common.update({t.name: values[t.name] for t in operation.outputs})
+        else:
+            handed.update({t.name: common[t.name] for t in others if t.name in common})
+    return handed
+
+
+def _copy_constant(t: tf.Tensor) -> tf.Tensor:
+    """Copies a tensor that is computed from no input to the default graph."""
+    inputs = [_copy_constant(taken) for taken in t.op.inputs]
+    return _copy(t.op, inputs)[t.value_index]
+
+
+def _replay(
+    graph: tf.Graph,
+    values: dict[str, tf.Tensor],
+    ok: tf.Tensor,
+    computed: Mapping[str, tf.Tensor],
+) -> None:
     """Computes a graph's operations in the default graph.
 
     `values` has those of its inputs, by name, and gets those of all tensors. The name of a handle
-    stands for what its variable holds.
+    stands for what its variable holds, which changes where `ok`. Operations whose outputs were
+    `computed` outside are left out.
     """
     for operation in graph.get_operations():
-        if operation.type in ("Placeholder", "NoOp"):
+        if operation.type in _NOT_REPLAYED:
             continue
-        inputs = [values[t.name] for t in operation.inputs]
+        if operation.outputs and operation.outputs[0].name in computed:
+            continue
         if operation.type in _ASSIGNMENTS:
-            values[operation.inputs[0].name] = _ASSIGNMENTS[operation.type](*inputs)
-            continue
-        results = inputs if operation.type == "ReadVariableOp" else _copy(operation, inputs)
-        for tensor, result in zip(operation.outputs, results, strict=True):
-            values[tensor.name] = result
+            # What is computed from a slot later is computed from the selected value. Otherwise XLA
+            # would compute a new slot twice, once from a copy of the old one.
+            old, passed = (values[t.name] for t in operation.inputs)
+            new = _ASSIGNMENTS[operation.type](old, passed)
+            values[operation.inputs[0].name] = tf.where(ok, new, old)
+        else:
+            _replay_one(operation, values)
+
+
+def _replay_one(operation: tf.Operation, values: dict[str, tf.Tensor]) -> None:
+    """Computes an operation that assigns nothing, and adds its outputs to the values."""
+    results = [values[t.name] for t in operation.inputs]
+    if operation.type != "ReadVariableOp":
+        results = _copy(operation, results)
+    for tensor, result in zip(operation.outputs, results, strict=True):
+        values[tensor.name] = result
 
 
 def _copy(operation: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:

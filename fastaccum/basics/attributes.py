@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
@@ -56,17 +58,23 @@ def of_keras(thing: object) -> bool:
     return package(thing) in ("keras", "tf_keras")
 
 
-def kinds(value: object) -> dict[str, type]:
+def kinds(value: object) -> Mapping[str, type]:
     """Returns a value's class and its bases, by names such as "keras.Optimizer".
 
     A class whose name is not true of it, such as a user's that says it is Keras's, is left out.
     """
+    kind: Any = type(value)
+    return _kinds_of_class(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kinds_of_class(kind: type) -> Mapping[str, type]:
     classes = {}
     # From `object` to the class itself, so that a subclass wins a name that its base has too.
-    for cls in reversed(type(value).__mro__):
+    for cls in reversed(kind.__mro__):
         classes[known_name(cls)] = cls
     classes.pop("", None)
-    return classes
+    return types.MappingProxyType(classes)
 
 
 def require_model(model: object) -> None:

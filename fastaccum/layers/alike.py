@@ -99,7 +99,7 @@ class Comparison:
 
     def compare(self, a: Any, b: Any, path: str) -> str | None:
         """Says where two values differ; None if they do not. `path` leads to them."""
-        if _is_users_code(a):
+        if is_users_code(a):
             self.meets_users_code = True
         if a is None or isinstance(a, _VALUES):
             if type(a) is type(b) and (a == b or (a != a and b != b)):
@@ -200,7 +200,8 @@ class Comparison:
 def _traits_of_layer(layer: keras.layers.Layer) -> dict[str, Any]:
     """Returns what a layer computes by: its settings, its variables and the layers in it."""
     name = None
-    if _reads_name(type(layer)):
+    kind: Any = type(layer)
+    if _reads_name(kind):
         name = layer.name
     return {
         "name": name,
@@ -227,6 +228,7 @@ def _attributes(operation: keras.Operation) -> dict[str, Any]:
     return attributes
 
 
+@functools.lru_cache(maxsize=1024)
 def _reads_name(kind: type) -> bool:
     """Tells if a user's class reads a name anywhere but where it is made: it may compute by it."""
     for base in kind.__mro__:
@@ -309,7 +311,7 @@ def _compare_arrays(a: Any, b: Any, path: str) -> str | None:
     return f"{path} holds other numbers"
 
 
-def _is_users_code(value: Any) -> bool:
+def is_users_code(value: Any) -> bool:
     """Tells if a value is a function or an object of a class that no known package defines."""
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
         return package(value) not in _NAMELESS

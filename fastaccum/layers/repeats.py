@@ -43,6 +43,14 @@ class Repeat(NamedTuple):
         return place
 
     @property
+    def layers_by_part(self) -> list[list[keras.layers.Layer]]:
+        layers_by_part = []
+        for part in self.parts:
+            operations = [node.operation for node in part]
+            layers_by_part.append([op for op in operations if isinstance(op, keras.layers.Layer)])
+        return layers_by_part
+
+    @property
     def name(self) -> str:
         """The names of the first and the last part's first layers."""
         return f"{_name(self.parts[0])} to {_name(self.parts[-1])}"

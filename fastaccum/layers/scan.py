@@ -18,6 +18,7 @@ from fastaccum.kernels.recomputed_function import Policy, list_draws
 from fastaccum.kernels.variable_stack import VariableStack
 from fastaccum.kernels.xla_ops import in_xla
 from fastaccum.layers import blocks, walks
+from fastaccum.layers.chains import Argument, Chain, ChainedCalls
 from fastaccum.layers.interceptors import Interceptor, Role, installed
 from fastaccum.layers.repeats import Repeat, find_repeats
 
@@ -75,7 +76,7 @@ def probe_layers(model: keras.Model) -> ProbedLayers:
             interceptors.append(Interceptor(graph, method, replacement, Role.LOOP))
             repeats += repeats_of_graph
             for repeat in repeats_of_graph:
-                in_repeats.update(id(blocks.graph_of(layer)) for layer in _layers(repeat.parts))
+                in_repeats.update(id(blocks.graph_of(layer)) for layer in _layers(repeat))
     return ProbedLayers(interceptors, repeats)
 
 
@@ -99,6 +100,7 @@ class ScannedLayers:
             that a loop is no slower.
         trained: the variables that the step trains.
         assigned: the variables that a call may assign.
+        chains: layers that code calls one after the other.
 
     Attributes:
         weight_stacks: the stacks of weights that no call assigns.
@@ -111,51 +113,61 @@ class ScannedLayers:
         mode: ScanLayers,
         trained: Collection[keras.Variable],
         assigned: Collection[tf.Variable],
+        chains: Sequence[Chain] = (),
     ):
         self.weight_stacks: list[VariableStack] = []
         self.choices: dict[str, str] = {}
         self._repeats_by_graph: list[tuple[keras.Function, list[Repeat]]] = []
-        self._stacks: dict[int, _Stacks] = {}  # by the id of a repeat's `whole`
-        self._refused: set[int] = set()  # the same ids, of repeats that run unrolled
+        self._chains: list[Chain] = []
+        self._stacks: dict[int, _Stacks] = {}  # by the ids of repeats and chains
+        self._refused: set[int] = set()  # the same ids, of what runs unrolled
         self._mode = mode
+        self._learned_ids = {id(variable) for variable in trained}
+        self._assigned_ids = {id(variable) for variable in assigned}
         if mode is False:
             return
-        learned_ids = {id(variable) for variable in trained}
-        assigned_ids = {id(variable) for variable in assigned}
         fewest = 2 if mode is True else _FEWEST
-        in_loops: set[int] = set()  # the ids of graphs that are a part of a loop
+        in_loops: set[int] = set()  # the ids of layers, and of their graphs, in a loop
         for graph in _graphs(model):
             if id(graph) in in_loops:
                 continue
             found = find_repeats(graph, fewest)
-            repeats = []
-            for repeat in found.repeats:
-                reason = _refusal(repeat)
-                if reason is not None:
-                    self._refuse(repeat, reason)
-                    continue
-                if mode == "auto" and not repeat.is_known:
-                    self.choices[repeat.name] = f"unrolled: {_OF_USER}"
-                    continue
-                if mode == "auto" and has_gpu():
-                    self.choices[repeat.name] = f"unrolled: {_SLOWER}"
-                    continue
-                stacks = _stack(repeat, learned_ids)
-                repeats.append(repeat)
-                self._stacks[id(repeat.whole)] = stacks
-                for stack in (*stacks.learned, *stacks.state):
-                    if not any(id(v.value) in assigned_ids for v in stack.variables):
-                        self.weight_stacks.append(stack)
-                for layer in _layers(repeat.parts):
-                    in_loops.add(id(blocks.graph_of(layer)))
+            repeats = [repeat for repeat in found.repeats if self._admit(repeat)]
+            for repeat in repeats:
+                for layer in _layers(repeat):
+                    in_loops |= {id(layer), id(blocks.graph_of(layer))}
             if repeats:
                 self._repeats_by_graph.append((graph, repeats))
             if not found.repeats:
                 for reason in found.reasons[:1]:
                     self.choices[graph.name] = f"unrolled: {reason}"
+        for chain in chains:  # those of an outer layer come before those of an inner
+            is_inside = any(id(layer) in in_loops for layer in chain.layers)
+            if len(chain.layers) >= fewest and not is_inside and self._admit(chain):
+                self._chains.append(chain)
+                in_loops.update(id(layer) for layer in _layers(chain))
 
-    def _refuse(self, repeat: Repeat, reason: str) -> None:
-        self._refused.add(id(repeat.whole))
+    def _admit(self, repeat: Repeat | Chain) -> bool:
+        """Stacks the variables of layers that may run in a loop; notes why others may not."""
+        reason = _refusal(repeat)
+        if reason is not None:
+            self._refuse(repeat, reason)
+            return False
+        if self._mode == "auto" and not repeat.is_known:
+            self.choices[repeat.name] = f"unrolled: {_OF_USER}"
+            return False
+        if self._mode == "auto" and has_gpu():
+            self.choices[repeat.name] = f"unrolled: {_SLOWER}"
+            return False
+        stacks = _stack(repeat, self._learned_ids)
+        self._stacks[id(repeat)] = stacks
+        for stack in (*stacks.learned, *stacks.state):
+            if not any(id(v.value) in self._assigned_ids for v in stack.variables):
+                self.weight_stacks.append(stack)
+        return True
+
+    def _refuse(self, repeat: Repeat | Chain, reason: str) -> None:
+        self._refused.add(id(repeat))
         self.choices[repeat.name] = f"unrolled: {reason}"
         if self._mode is True:
             warn(
@@ -170,66 +182,128 @@ class ScannedLayers:
         interceptors = []
         for graph, repeats in self._repeats_by_graph:
             segments = _segments(graph, repeats)
-            replacement = functools.partial(_walk, graph, segments, self._run_loop)
+            replacement = functools.partial(_walk, graph, segments, self._run_repeat)
             interceptors.append(Interceptor(graph, method, replacement, Role.LOOP))
+        for chain in self._chains:
+            may_loop = functools.partial(self._may_loop, chain)
+            calls = ChainedCalls(chain, may_loop, functools.partial(self._run_chain, chain))
+            interceptors += calls.make_interceptors()
         return interceptors
 
     def expand_choices(self, choices: Mapping[str, str]) -> dict[str, str]:
         """Returns choices by layers' paths, with those of the layers that a loop runs alike."""
         copies_of_path: dict[str, list[str]] = {}
+        loops: list[Repeat | Chain] = [*self._chains]
         for _, repeats in self._repeats_by_graph:
-            for repeat in repeats:
-                layers_by_part = [list(_layers([part])) for part in repeat.parts]
-                for copies in zip(*layers_by_part, strict=True):
-                    copies_of_path[copies[0].path] = [layer.path for layer in copies]
+            loops += repeats
+        for repeat in loops:
+            layers_by_part = [list(_flattened(part)) for part in repeat.layers_by_part]
+            for copies in zip(*layers_by_part, strict=True):
+                copies_of_path[copies[0].path] = [layer.path for layer in copies]
         with_copies = {}
         for path, choice in choices.items():
             for copy in copies_of_path.get(path, [path]):
                 with_copies[copy] = choice
         return with_copies
 
-    def _run_loop(
+    def _run_repeat(
         self, repeat: Repeat, operation_fn: Callable, values: list[tf.Tensor], policy: Policy | None
     ) -> tf.Tensor:
-        """Runs the layers of a repeat as a loop, and returns what the last one gives.
-
-        Layers that turn out to do what no loop would are run one after the other.
-        """
-        if id(repeat.whole) in self._refused or not in_xla():
+        """Runs the layers of a repeat, and returns what the last one gives."""
+        place = repeat.x
+        if not self._may_loop(repeat, values[place]):
             return _run_unrolled(repeat, operation_fn, values)
         for node in repeat.body.nodes:
             if isinstance(node.operation, keras.layers.Layer) and policy is None:
                 policy = _policy(installed(node.operation, Role.RECOMPUTE))
-        if policy is None:
-            # XLA computes norms and activations again in layers that are no loop, too.
-            policy = "auto"
-        place = repeat.x
-        x = values[place]
-        if not all(isinstance(t, (tf.Tensor, type(None))) for t in values):
-            self._refuse(repeat, "They take a sparse or ragged tensor.")
-            return _run_unrolled(repeat, operation_fn, values)
+
+        def call_layers(x: tf.Tensor, shared: list[tf.Tensor]) -> tf.Tensor:
+            inputs = [*shared[:place], x, *shared[place:]]
+            (y,) = walks.run_nodes(repeat.body, operation_fn, inputs)
+            return y
+
+        return self._run_loop(
+            repeat,
+            policy,
+            values[place],
+            [*values[:place], *values[place + 1 :]],
+            call_layers,
+            lambda: _run_unrolled(repeat, operation_fn, values),
+        )
+
+    def _run_chain(
+        self,
+        chain: Chain,
+        arguments: Mapping[Argument, Any],
+        call_one: Callable[[Mapping[Argument, Any]], tf.Tensor],
+        call_all: Callable[[], tf.Tensor],
+    ) -> tf.Tensor:
+        """Runs the layers of a chain, and returns what the last one gives."""
+        others = {key: value for key, value in arguments.items() if key != chain.x}
+        flat = keras.tree.flatten(others)
+        shared_places = [k for k, value in enumerate(flat) if isinstance(value, tf.Tensor)]
+
+        def call_layers(x: tf.Tensor, shared: list[tf.Tensor]) -> tf.Tensor:
+            values = list(flat)
+            for k, value in zip(shared_places, shared, strict=True):
+                values[k] = value
+            packed = keras.tree.pack_sequence_as(others, values)
+            # In the order of the call: arguments without a name are told apart by their place.
+            return call_one({key: x if key == chain.x else packed[key] for key in arguments})
+
+        return self._run_loop(
+            chain,
+            _policy(installed(chain.layers[0], Role.RECOMPUTE)),
+            arguments[chain.x],
+            [flat[k] for k in shared_places],
+            call_layers,
+            call_all,
+        )
+
+    def _may_loop(self, repeat: Repeat | Chain, x: Any) -> bool:
+        """Tells if layers run as a loop where the first of them takes `x`."""
+        if id(repeat) in self._refused or not in_xla() or not isinstance(x, tf.Tensor):
+            return False
         handed_on = x.shape.num_elements()
         if self._mode == "auto" and (handed_on is None or handed_on > _MOST_HANDED_ON):
             self.choices[repeat.name] = f"unrolled: {_SLOWER}"
-            return _run_unrolled(repeat, operation_fn, values)
+            return False
+        return True
+
+    def _run_loop(
+        self,
+        repeat: Repeat | Chain,
+        policy: Policy | None,
+        x: tf.Tensor,
+        shared: list[tf.Tensor],
+        call_layers: Callable[[tf.Tensor, list[tf.Tensor]], tf.Tensor],
+        call_unrolled: Callable[[], tf.Tensor],
+    ) -> tf.Tensor:
+        """Runs layers as a loop, and returns what the last one gives.
+
+        Layers that turn out to do what no loop would are run one after the other.
+        """
+        if not all(isinstance(t, (tf.Tensor, type(None))) for t in shared):
+            self._refuse(repeat, "They take a sparse or ragged tensor.")
+            return call_unrolled()
+        if policy is None:
+            # XLA computes norms and activations again in layers that are no loop, too.
+            policy = "auto"
         mask = private.keras_mask(x, None)
-        shared = [*values[:place], *values[place + 1 :]]
         masks = [private.keras_mask(t, None) for t in shared]
 
-        def call_layers(
+        def call_masked(
             x: tf.Tensor, shared: list[tf.Tensor], masks: list[tf.Tensor | None]
         ) -> tf.Tensor:
             for t, mask_of_shared in zip(shared, masks, strict=True):
                 if mask_of_shared is not None:
                     private.keras_mask.set(t, mask_of_shared)
-            inputs = [*shared[:place], x, *shared[place:]]
-            (y,) = walks.run_nodes(repeat.body, operation_fn, inputs)
-            return y
+            return call_layers(x, shared)
 
-        stacks = self._stacks[id(repeat.whole)]
+        stacks = self._stacks[id(repeat)]
         body = Body(
             name=f"layers {repeat.name}",
-            layer=call_layers,
+            layer=call_masked,
             weights=[stack.variables[0] for stack in stacks.learned],
             stacks=stacks.learned,
             state=[stack.variables[0] for stack in stacks.state],
@@ -240,7 +314,7 @@ class ScannedLayers:
         try:
             y, assigned = run_loops(
                 body,
-                len(repeat.parts),
+                len(repeat.layers_by_part),
                 LoopOptions(policy, unroll=False),
                 x,
                 [self._read(stack) for stack in stacks.learned],
@@ -248,8 +322,8 @@ class ScannedLayers:
             )
         except NotStackable as reason:
             self._refuse(repeat, str(reason))
-            return _run_unrolled(repeat, operation_fn, values)
-        self.choices[repeat.name] = f"one loop of {len(repeat.parts)}"
+            return call_unrolled()
+        self.choices[repeat.name] = f"one loop of {len(repeat.layers_by_part)}"
         for k, new_values in assigned.items():
             stacks.state[k].assign(new_values)
         if mask is not None:
@@ -304,17 +378,20 @@ def _graphs(model: keras.Model) -> list[keras.Function]:
     return list(graphs.values())
 
 
-def _layers(parts: Sequence[Sequence[Any]]) -> Iterator[keras.layers.Layer]:
-    """Yields the layers of a repeat's parts, with those within them."""
-    for part in parts:
-        for node in part:
-            if isinstance(node.operation, keras.layers.Layer):
-                yield from private.flatten_layers(node.operation)
+def _layers(repeat: Repeat | Chain) -> Iterator[keras.layers.Layer]:
+    """Yields the layers of a repeat or a chain, with those within them."""
+    for part in repeat.layers_by_part:
+        yield from _flattened(part)
 
 
-def _refusal(repeat: Repeat) -> str | None:
+def _flattened(layers: Iterable[keras.layers.Layer]) -> Iterator[keras.layers.Layer]:
+    for layer in layers:
+        yield from private.flatten_layers(layer)
+
+
+def _refusal(repeat: Repeat | Chain) -> str | None:
     """Says why layers that repeat cannot run in a loop, as a sentence; None if they can."""
-    for layer in _layers(repeat.parts):
+    for layer in _layers(repeat):
         reason = blocks.refusal(layer)
         if reason is None and private.metrics(layer):
             reason = "holds metrics"
@@ -325,7 +402,7 @@ def _refusal(repeat: Repeat) -> str | None:
     return None
 
 
-def _stack(repeat: Repeat, learned_ids: Collection[int]) -> _Stacks:
+def _stack(repeat: Repeat | Chain, learned_ids: Collection[int]) -> _Stacks:
     stacks = _Stacks([], [])
     for copies in zip(*repeat.variables(), strict=True):
         if id(copies[0]) in learned_ids:

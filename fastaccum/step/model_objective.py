@@ -113,7 +113,7 @@ class ModelObjective(Objective):
             # A `compute_loss` may ask for second derivatives, which loops lack.
             scan_layers = False
         self.scanned = ScannedLayers(
-            model.model, scan_layers, model.trainable_variables, self.state
+            model.model, scan_layers, model.trainable_variables, self.state, model.chains
         )
         self.weight_stacks = self.scanned.weight_stacks
 

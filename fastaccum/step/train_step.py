@@ -20,7 +20,7 @@ from fastaccum.families import adapt_optimizer
 from fastaccum.kernels import gradients, trace_context
 from fastaccum.kernels.hoisted_casts import hoisted_casts
 from fastaccum.kernels.variable_stack import VariableStack
-from fastaccum.kernels.xla_ops import loop, turns_at_once
+from fastaccum.kernels.xla_ops import loop, opaque, turns_at_once
 from fastaccum.step import compilable
 from fastaccum.step import loss_scale as loss_scales
 from fastaccum.step.objective import LossFunction, Objective, listed, tf_variables
@@ -235,7 +235,7 @@ class TrainStep:
     def _loop(self, stack: object, prepared: object, sums: Accumulated) -> Accumulated:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
         micro_batches = trip_count(stack)
-        weights = self._read_weights()
+        lasting = self._lasting_weights()
         trained_stacks = [layers for layers in self.objective.weight_stacks if self._trains(layers)]
         # Weights that a loop over layers takes as a stack have one gradient together.
         trained = [*self.variables, *trained_stacks]
@@ -247,7 +247,7 @@ class TrainStep:
             offered = gradients.OfferedTotals(trained, offered_totals)
             stacked: dict[VariableStack, tf.Tensor] = {}
             read: dict[VariableStack, tf.Tensor] = {}  # their values outside of the loop
-            casts = hoisted_casts(weights, read)
+            casts = hoisted_casts(lasting, outside, read)
 
             inside = tf.compat.v1.get_default_graph()
 
@@ -321,7 +321,7 @@ class TrainStep:
             for j in range(len(totals)):
                 totals[j] = totals_of_stack.get(j, totals[j])
             depths = {len(layers.variables) for layers in trained_stacks}
-            numbers = {depth: gradients.layer_numbers(depth) for depth in depths}
+            numbers = {depth: opaque([tf.constant(k) for k in range(depth)]) for depth in depths}
             for k, layers in enumerate(trained_stacks):
                 total = totals_of_stack.get(len(totals) + k)
                 if total is not None:
@@ -334,16 +334,16 @@ class TrainStep:
             looked_up=gradient_sums.looked_up(carried),
         )
 
-    def _read_weights(self) -> list[tuple[Variable, tf.Tensor]]:
-        """Reads the trained variables that keep their values while micro-batches are computed."""
+    def _lasting_weights(self) -> list[tuple[Variable, tf.Variable]]:
+        """Lists the trained variables that keep their values while micro-batches are computed."""
         # A weight that the forward pass assigns, as a SpectralNormalization does, does not stay
         # what it was.
         moving = {id(v) for v in self.objective.state}
-        weights = []
+        lasting = []
         for trained, variable in zip(self.trained, self.variables, strict=True):
             if id(variable) not in moving:
-                weights.append((trained, variable.read_value()))
-        return weights
+                lasting.append((trained, variable))
+        return lasting
 
     def _trains(self, layers: VariableStack) -> bool:
         return id(layers.variables[0]) in self._places
@@ -400,10 +400,14 @@ class TrainStep:
         # Without XLA an operation may fail while others run: the variables are assigned after all
         # that can.
         with tf.name_scope("update"), tf.control_dependencies([ok]):
+            factor = reduced.factor
+            if objective.weight_stacks:
+                # The updates of many layers: none computes these two anew.
+                ok, factor = opaque([ok, factor])
             final_grads: list[tf.Tensor | None] = [None] * len(grads)
             for j, gradient in enumerate(grads):
                 if gradient is not None:
-                    final_grads[j] = gradient * tf.cast(reduced.factor, gradient.dtype)
+                    final_grads[j] = gradient * tf.cast(factor, gradient.dtype)
             self.optimizer.apply(final_grads, self.trained, ok, penalised.looked_up)
             _keep_where(ok, objective.state, sums.state)
 

@@ -55,8 +55,8 @@ def calls_of(step, variables):
     function = step.get_concrete_function(make_gradients(variables, 0), tf.constant(True))
     calls = []
     for operation in function.graph.get_operations():
-        if operation.type == "StatelessCase":
-            calls += [branch.name for branch in operation.get_attr("branches")]
+        if operation.type == "StatefulPartitionedCall":
+            calls.append(operation.get_attr("f").name)
     return calls
 
 
@@ -158,23 +158,13 @@ class ReadsAnother(keras.optimizers.SGD):
         super().update_step(gradient + 0 * tf.reduce_sum(self.other), variable, learning_rate)
 
 
-class Captures(keras.optimizers.SGD):
-    def apply(self, grads, trainable_variables=None):
-        self.factor = tf.identity(grads[0][0]) * 0 + 1
-        super().apply(grads, trainable_variables)
-
-    def update_step(self, gradient, variable, learning_rate):
-        factor = tf.reduce_mean(self.factor)
-        super().update_step(gradient * factor, variable, learning_rate)
-
-
 class Calls(keras.optimizers.SGD):
     def update_step(self, gradient, variable, learning_rate):
         gradient = tf.cond(tf.reduce_sum(gradient) > 0, lambda: gradient, lambda: gradient)
         super().update_step(gradient, variable, learning_rate)
 
 
-@pytest.mark.parametrize("make_optimizer", [Draws, Counts, ReadsAnother, Captures, Calls])
+@pytest.mark.parametrize("make_optimizer", [Draws, Counts, ReadsAnother, Calls])
 def test_an_update_that_does_more_than_compute_is_traced_for_each_variable(make_optimizer):
     variables = make_variables()
     optimizer = make_optimizer(0.1)
@@ -184,7 +174,7 @@ def test_an_update_that_does_more_than_compute_is_traced_for_each_variable(make_
     @tf.function(jit_compile=True, autograph=False)
     def step(gradients, ok):
         pairs = list(zip(gradients, variables, strict=True))
-        with shared_updates(optimizer, pairs, ok, set()):
+        with shared_updates(optimizer, pairs, ok):
             optimizer.apply(gradients, variables)
 
     assert not calls_of(step, variables)
@@ -207,7 +197,9 @@ def test_no_variable_or_slot_is_copied(monkeypatch):
     x = np.zeros((4, 2, 256), "float32")
     shared = make_deep_trainer().memory_analysis((x, x))
     monkeypatch.setattr(optimizers, "in_xla", lambda: False)
-    assert shared == make_deep_trainer().memory_analysis((x, x))
+    alone = make_deep_trainer().memory_analysis((x, x))
+    for field, value in alone._asdict().items():
+        assert abs(getattr(shared, field) - value) < 1024  # scalars
 
 
 def test_a_step_with_room_is_not_compiled_to_find_out(monkeypatch):
