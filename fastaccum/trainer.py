@@ -118,8 +118,8 @@ class Trainer:
         scan_layers: run layers that repeat, such as a transformer's blocks, as one loop, which is
             traced and compiled once: a deep model compiles as fast as a shallow one. The result is
             the same, to float32 rounding, and the model stays as it is. It applies where XLA
-            compiles the step, to functional and Sequential models. True for two layers or more,
-            False for none. With True, layers of your own classes count as the same if their
+            compiles the step, to layers in a graph, and to those that a `call` calls one after the
+            other. True for two layers or more, False for none. With True, layers of your own classes count as the same if their
             attributes are: what tells them apart must stand there, and what they compute must leave
             by their outputs. "auto" for four or more layers of Keras and KerasHub where a loop runs
             no slower: on a CPU, where what a layer hands on to the next has at most 8,192 elements.

@@ -523,6 +523,9 @@ variables_indices = Attribute(
 optimizer_of_variable = Attribute(
     "_var_to_optimizer_idx", of="MultiOptimizer", serves="a weight's optimizer"
 )
+apply_weight_decay = Method(
+    "_apply_weight_decay", of="optimizers", serves="one trace of the decay of many weights"
+)
 use_weight_decay = Method(
     "_use_weight_decay", of="optimizers", serves="what exclude_from_weight_decay was told of"
 )

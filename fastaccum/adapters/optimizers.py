@@ -25,7 +25,7 @@ _UNCALLED = (
     private.TRANSFORM_GRADIENTS,
 )
 # The methods of an update.
-_OF_UPDATES = ("apply", "apply_gradients", "update_step")
+_OF_UPDATES = ("apply", "apply_gradients", "update_step", private.apply_weight_decay.name)
 # of a MultiOptimizer: those of the optimizers inside are called
 _OF_PARTS = ("apply", "apply_gradients")
 Pairs = list[tuple[tf.Tensor, Variable]]  # of a gradient and its variable
@@ -317,9 +317,8 @@ def _updates_as_keras(part: keras.optimizers.Optimizer) -> bool:
 
 
 def _is_updated_alone(part: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
-    """Tells if nothing but `update_step` assigns a variable in one of Keras's own optimizers."""
-    decays = part.weight_decay is not None and private.use_weight_decay(part, variable)
-    return variable.constraint is None and not decays and not part.use_ema
+    """Tells if one of Keras's optimizers assigns a variable by decay and `update_step` alone."""
+    return variable.constraint is None and not part.use_ema
 
 
 class _Constraint(keras.constraints.Constraint):

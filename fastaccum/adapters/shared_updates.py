@@ -1,8 +1,8 @@
 """Traces an optimizer's update once for all variables of the same shape and dtype.
 
-A model of many layers has many such variables. Tracing `update_step` for each of them, and
-translating each trace to XLA, takes a large part of the first train step. Here the trace of one
-variable becomes a function of values,
+A model of many layers has many such variables. Tracing weight decay and `update_step` for each of
+them, and translating each trace to XLA, takes a large part of the first train step. Here the trace
+of one variable becomes a function of values,
 
     new_variable, *new_slots = update(gradient, variable, *slots, learning_rate, iterations, ok)
 
@@ -37,27 +37,87 @@ _NO_SLOTS = (private.variables.name, private.trainable_variables.name)
 # A trained variable, and then its slot in each of the optimizer's lists of slots, or None.
 OwnVariables: TypeAlias = list[Any]
 UpdateStep: TypeAlias = Callable[[tf.Tensor, tf.Variable, Any], None]
+Decay: TypeAlias = Callable[[Sequence[keras.Variable]], None]
 
 
-class _NotShareable(Exception):
-    """Raised for an update that is more than new values of one variable and its slots."""
+class _Update(NamedTuple):
+    """The update of one variable."""
+
+    gradient: tf.Tensor
+    own: OwnVariables
+    variable: keras.Variable
 
 
-class _SharedUpdate(NamedTuple):
-    """An update as a function of handles, for any variable of one spec."""
+class _SharedUpdate:
+    """The trace of an update, as a function of handles for any variable of its spec.
 
-    function: ConcreteFunction  # of `ok`, a gradient, handles and the rest of the common tensors
-    touched: list[int]  # the variables whose handles it takes, by their places in `OwnVariables`
-    common: list[tf.Tensor]  # `ok`, and what is computed from the learning rate and the count
-    assigned: list[int]  # the variables that it assigns
+    Args:
+        traced: the update of the variables `own`, as a function of a gradient.
+        places: the places in `own` of the variables that it captures, by the names of the handles.
+        common: what it captures besides, by name: scalar variables, such as the count of updates,
+            and the learning rate.
+        own: the variables that it was traced with.
+    """
 
-    def apply(self, gradient: tf.Tensor, own: OwnVariables) -> None:
+    def __init__(
+        self,
+        traced: ConcreteFunction,
+        places: dict[str, int],
+        common: dict[str, tf.Variable | tf.Tensor],
+        own: OwnVariables,
+    ):
+        self._traced = traced
+        self._places = places
+        self._common = common
+        self._own = own
+        self._function: ConcreteFunction | None = None
+        self._handed: list[tf.Tensor] = []
+        self._assigned: list[str] = []  # the names of the handles
+        for operation in traced.graph.get_operations():
+            if operation.type in _ASSIGNMENTS and operation.inputs[0].name not in self._assigned:
+                self._assigned.append(operation.inputs[0].name)
+
+    def assigned(self, own: OwnVariables) -> list[tf.Variable]:
+        """Lists the variables that the update of `own` assigns."""
+        return [own[self._places[name]] for name in self._assigned]
+
+    def apply(self, ok: tf.Tensor, gradient: tf.Tensor, own: OwnVariables) -> None:
         """Updates a variable and its slots where `ok`."""
-        ok, *others = self.common
-        handles = [own[place].handle for place in self.touched]
+        if self._function is None:
+            # Only now: Keras's Nadam assigns a scalar before the first of the updates, and not for
+            # each of them.
+            self._function = self._make_function(gradient)
+        handles = [own[place].handle for place in self._places.values()]
         tf.raw_ops.StatefulPartitionedCall(
-            args=[ok, gradient, *handles, *others], Tout=[], f=self.function
+            args=[ok, gradient, *handles, *self._handed], Tout=[], f=self._function
         )
+
+    def _make_function(self, gradient: tf.Tensor) -> ConcreteFunction:
+        """Makes the function of `ok`, a gradient, handles and `_handed`."""
+        graph = self._traced.graph
+        common = {}
+        for name, value in self._common.items():
+            common[name] = value.read_value() if isinstance(value, tf.Variable) else value
+        handed = _compute_common(graph, common)
+        self._handed = list(handed.values())
+        names = [self._traced.inputs[0].name, *self._places, *handed]
+        assigned = self._assigned
+
+        @tf.function(autograph=False)
+        def compute(ok, *inputs):
+            values = dict(zip(names, inputs, strict=True))
+            _replay(graph, values, ok, computed=common)
+            return [values[handle] for handle in assigned]
+
+        touched = [self._own[place] for place in self._places.values()]
+        computed = compute.get_concrete_function(
+            tf.TensorSpec([], tf.bool),
+            tf.TensorSpec(gradient.shape, gradient.dtype),
+            *(tf.TensorSpec(v.shape, v.dtype) for v in touched),
+            *(tf.TensorSpec(t.shape, t.dtype) for t in self._handed),
+        )
+        places = list(self._places)
+        return _assign_by_handles(computed, touched, [places.index(name) for name in assigned])
 
 
 @contextlib.contextmanager
@@ -75,8 +135,9 @@ def shared_updates(
     update_one: UpdateStep = optimizer.update_step
     indices = private.variables_indices(optimizer)
     slot_lists = _slot_lists(optimizer)
+    decay: Decay = getattr(optimizer, private.apply_weight_decay.name)
 
-    updates_by_spec: dict[Hashable, list[tuple[tf.Tensor, OwnVariables]]] = {}
+    updates_by_spec: dict[Hashable, list[_Update]] = {}
     for gradient, variable in pairs:
         index = indices.get(private.var_key(optimizer, variable))
         if index is None:
@@ -84,7 +145,9 @@ def shared_updates(
         own = [raw(variable), *(raw(slots[index]) for slots in slot_lists)]
         spec = _spec(gradient, own)
         if spec is not None:
-            updates_by_spec.setdefault(spec, []).append((gradient, own))
+            # Asked as Keras asks: by the tf.Variable, whose name differs.
+            key = (spec, private.use_weight_decay(optimizer, own[0]))
+            updates_by_spec.setdefault(key, []).append(_Update(gradient, own, variable))
 
     learning_rate = optimizer.learning_rate  # computed once, where it is a schedule's
     shared_by_variable: dict[int, tuple[_SharedUpdate, OwnVariables]] = {}
@@ -92,12 +155,12 @@ def shared_updates(
     for updates in updates_by_spec.values():
         if len(updates) < 2:
             continue
-        shared = _share(update_one, *updates[0], learning_rate, ok)
+        shared = _share(decay, update_one, updates[0], learning_rate)
         if shared is None:
             continue
-        for _, own in updates:
+        for _, own, _ in updates:
             shared_by_variable[id(own[0])] = (shared, own)
-            selected.update(id(own[place]) for place in shared.assigned)
+            selected.update(id(variable) for variable in shared.assigned(own))
 
     waiting = set(shared_by_variable)
 
@@ -106,10 +169,14 @@ def shared_updates(
             update_one(gradient, variable, learning_rate)
             return
         shared, own = shared_by_variable[id(variable)]
-        shared.apply(gradient, own)
+        shared.apply(ok, gradient, own)
         waiting.discard(id(variable))
 
-    with replaced([(optimizer, "update_step", update)]):
+    def decay_others(variables: Sequence[keras.Variable]) -> None:
+        decay([v for v in variables if id(raw(v)) not in shared_by_variable])
+
+    methods = {"update_step": update, private.apply_weight_decay.name: decay_others}
+    with replaced((optimizer, name, method) for name, method in methods.items()):
         yield selected
     if waiting:
         # The caller took it that they change only where `ok`.
@@ -144,84 +211,53 @@ def _spec(gradient: tf.Tensor | tf.IndexedSlices, own: OwnVariables) -> Hashable
 
 
 def _share(
-    update_one: UpdateStep,
-    gradient: tf.Tensor,
-    own: OwnVariables,
-    learning_rate: Any,
-    ok: tf.Tensor,
+    decay: Decay, update_one: UpdateStep, first: _Update, learning_rate: Any
 ) -> _SharedUpdate | None:
-    """Traces the update of a variable as a function of handles; None where it is none."""
+    """Traces the first update of a spec for all of them.
+
+    Returns None for an update that is more than new values of one variable and its slots.
+    """
+    own = first.own
 
     @tf.function(autograph=False)
     def update(gradient):
+        decay([first.variable])
         update_one(gradient, own[0], learning_rate)
 
-    gradient_spec = tf.TensorSpec(gradient.shape, gradient.dtype)
+    gradient_spec = tf.TensorSpec(first.gradient.shape, first.gradient.dtype)
     traced = update.get_concrete_function(gradient_spec)
-    captures = _sort_captures(traced, own, learning_rate)
-    if captures is None:
-        return None
-    places, common = captures
-    assigned: dict[str, int] = {}  # the places of the variables, by the names of their handles
-    for operation in traced.graph.get_operations():
-        if operation.type in _ASSIGNMENTS:
-            handle = operation.inputs[0].name
-            if handle not in places:
-                return None
-            assigned[handle] = places[handle]
-
-    try:
-        handed = _compute_common(traced.graph, common)
-        names = [traced.inputs[0].name, *places, *handed]
-
-        @tf.function(autograph=False)
-        def compute(ok, *inputs):
-            values = dict(zip(names, inputs, strict=True))
-            _replay(traced.graph, values, ok, computed=common)
-            return [values[handle] for handle in assigned]
-
-        touched = [own[place] for place in places.values()]
-        computed = compute.get_concrete_function(
-            tf.TensorSpec([], tf.bool),
-            gradient_spec,
-            *(tf.TensorSpec(v.shape, v.dtype) for v in touched),
-            *(tf.TensorSpec(t.shape, t.dtype) for t in handed.values()),
-        )
-    except _NotShareable:
-        return None
-    return _SharedUpdate(
-        _assign_by_handles(computed, touched, [list(places).index(name) for name in assigned]),
-        touched=list(places.values()),
-        common=[ok, *handed.values()],
-        assigned=list(assigned.values()),
-    )
-
-
-def _sort_captures(
-    traced: ConcreteFunction, own: OwnVariables, learning_rate: Any
-) -> tuple[dict[str, int], dict[str, tf.Tensor]] | None:
-    """Sorts what an update captures, by name: places of its own variables, and common tensors.
-
-    Returns None where it captures anything else.
-    """
     places_of_handles = {}
     for place, variable in enumerate(own):
         if variable is not None:
             places_of_handles[id(variable.handle)] = place
     variables_of_handles = {id(v.handle): v for v in traced.graph.variables}
     places: dict[str, int] = {}
-    common: dict[str, tf.Tensor] = {}
+    common: dict[str, tf.Variable | tf.Tensor] = {}
     for outside, inside in traced.graph.captures:
         variable = variables_of_handles.get(id(outside))
         if id(outside) in places_of_handles:
             places[inside.name] = places_of_handles[id(outside)]
         elif variable is not None and variable.shape.rank == 0:
-            common[inside.name] = variable.read_value()
+            common[inside.name] = variable
         elif outside is learning_rate:
             common[inside.name] = outside
         else:
             return None
-    return places, common
+    for operation in traced.graph.get_operations():
+        if operation.type in _ASSIGNMENTS and operation.inputs[0].name in places:
+            continue
+        if not _only_computes(operation):
+            return None
+    return _SharedUpdate(traced, places, common, own)
+
+
+def _only_computes(operation: tf.Operation) -> bool:
+    """Tells if an operation of a trace does no more than compute, or read a variable."""
+    if operation.type in (*_NOT_REPLAYED, "ReadVariableOp"):
+        return True
+    calls = any(a.HasField("func") or a.list.func for a in operation.node_def.attr.values())
+    takes_handles = any(t.dtype == tf.resource for t in operation.inputs)
+    return not (operation.op_def.is_stateful or takes_handles or calls)
 
 
 def _assign_by_handles(
@@ -327,11 +363,7 @@ def _replay_one(operation: tf.Operation, values: dict[str, tf.Tensor]) -> None:
 
 
 def _copy(operation: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Copies an operation; raises _NotShareable for one that does more than compute."""
-    calls = any(a.HasField("func") or a.list.func for a in operation.node_def.attr.values())
-    takes_handles = any(t.dtype == tf.resource for t in operation.inputs)
-    if operation.op_def.is_stateful or takes_handles or calls:
-        raise _NotShareable
+    """Copies an operation to the default graph."""
     attributes = dict(operation.node_def.attr)
     attributes.pop(private.PLACED_WITH, None)
     copy = tf.compat.v1.get_default_graph().create_op(
