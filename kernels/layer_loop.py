@@ -50,8 +50,8 @@ class Body(NamedTuple):
     state: list[keras.Variable]  # the others: statistics, then seeds
     training: bool  # false where no gradient is asked for
     arguments: list[object]  # the mask (or None) and the keyword arguments
-    # Given x and what the layer returns while it is traced; may raise NotStackable.
-    check: Callable[[tf.Tensor, tf.Tensor], None] = lambda x, y: None
+    # Given the mask and what the layer returns while it is traced; may raise NotStackable.
+    check: Callable[[tf.Tensor | None, tf.Tensor], None] = lambda mask, y: None
 
     @property
     def shared(self) -> Tensors:
@@ -68,19 +68,20 @@ class Body(NamedTuple):
         mask, kwargs = tf.nest.map_structure(
             lambda t: next(remaining) if _is_floating(t) else t, self.arguments
         )
-        scope = keras.StatelessScope(collect_losses=True)
+        scope = _LayerScope()
         # The values are not the scope's argument: in an outer layer's autocast scope Keras would
         # round them there.
         for variable, value in zip(self.weights, weights, strict=True):
             scope.add_update((variable, value))
         for variable, value in zip(self.state, state, strict=True):
             scope.add_update((variable, value))
+        scope.in_call = True
         with rounded_layer(zip(self.weights, self.stacks, strict=True), i, scope):
             private.keras_mask.set(x, mask)
             with naming(f"{self.name}, called with x {_spec(x)} and {list(kwargs)}", *OF_LAYERS):
                 y = self.layer(x, **kwargs)
         self._require_stackable(x, y, mask, weights, scope)
-        self.check(x, y)
+        self.check(mask, y)
         y.set_shape(x.shape)
 
         assigned = {}
@@ -121,6 +122,21 @@ class Body(NamedTuple):
                     f"{name} assigns {variable.path!r}, which is trained: a LayerStack would "
                     "lose it."
                 )
+
+
+class _LayerScope(keras.StatelessScope):
+    """The values of a layer's variables while its call is traced."""
+
+    def __init__(self) -> None:
+        super().__init__(collect_losses=True)
+        self.in_call = False
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        variable, value = update
+        if self.in_call:
+            # What is read from a variable has no gradient to what was assigned to it.
+            value = tf.stop_gradient(value)
+        super().add_update((variable, value))
 
 
 class _Arguments(NamedTuple):

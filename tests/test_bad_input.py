@@ -1123,7 +1123,7 @@ def test_an_array_that_cannot_be_made_says_why(trainer):
             TypeError,
             r"loss_scale=<class .*DynamicLossScale.* must be",
         ),
-        ({"jit_compile": 1}, TypeError, r"jit_compile=1 must be True or False"),
+        ({"jit_compile": 1}, TypeError, r"jit_compile=1 must be 'auto', True or False"),
         (
             {"fp32_weight_gradients": None},
             TypeError,

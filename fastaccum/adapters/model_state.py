@@ -19,6 +19,7 @@ class ModelState:
         # Known once the model has been called:
         self.effects = CallEffects()
         self.chains: list[Chain] = []  # layers that its code calls one after the other
+        self.apart: list[str] = []  # names of layers that are alike, and called otherwise
 
     @property
     def layers(self) -> list[keras.layers.Layer]:

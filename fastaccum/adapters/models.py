@@ -344,6 +344,7 @@ class Model(ModelState):
             self.effects.note(traced, self.variables, self._added_losses())
             search.note(traced.graph)
         self.chains = search.chains
+        self.apart = search.apart
         self.effects.assigned = probed.expand_variables(self.effects.assigned)
         return traced.structured_outputs
 

@@ -342,6 +342,7 @@ def to_whole(indices: tf.Tensor) -> tf.Tensor:
 
     A plain cast would turn these into the index of some class.
     """
+    indices = tf.convert_to_tensor(indices)  # ids may be a variable of Keras's
     as_int = tf.cast(indices, tf.int64)
     if not indices.dtype.is_floating:
         return as_int

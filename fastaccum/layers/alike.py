@@ -146,7 +146,12 @@ class Comparison:
         if isinstance(a, (np.ndarray, np.generic, tf.Tensor)):
             return _compare_arrays(a, b, path)
         if isinstance(a, types.FunctionType):
-            return self._compare_all(_traits_of_function(a), _traits_of_function(b), path)
+            found = self._compare_all(_traits_of_function(a), _traits_of_function(b), path)
+            if found is not None and _show(a) != _show(b):
+                return f"{path} is {_show(a)} and {_show(b)}"
+            return found
+        if isinstance(a, _Code):
+            return None if a == b else f"{path.removesuffix('.code')} is written in another way"
         if isinstance(a, types.MethodType):
             return self.compare(a.__func__, b.__func__, path) or self.compare(
                 a.__self__, b.__self__, f"{path} of"
@@ -351,6 +356,8 @@ def _are_equal(a: Any, b: Any) -> bool:
 def _show(value: Any) -> str:
     if isinstance(value, keras.Operation):
         return f"a {type(value).__name__}"
+    if isinstance(value, types.FunctionType):
+        return value.__qualname__
     try:
         text = repr(value)
     except Exception:  # of whatever kind

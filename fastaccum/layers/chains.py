@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -17,6 +17,8 @@ from fastaccum.layers.interceptors import Interceptor, Role
 
 # A name, or the place among those without one.
 Argument = int | str
+# The name of a stand-in, which TensorFlow's error has where something is computed from one.
+_STAND_IN = "runs_in_a_loop.pass_scan_layers_False"
 
 
 class Chain(NamedTuple):
@@ -36,7 +38,7 @@ class Chain(NamedTuple):
     @property
     def name(self) -> str:
         """The names of the first and the last layer."""
-        return f"{self.layers[0].name!r} to {self.layers[-1].name!r}"
+        return _name(self.layers)
 
     def variables(self) -> list[list[keras.Variable]]:
         """Lists each layer's variables, in one order."""
@@ -97,11 +99,26 @@ class ChainSearch:
                 x = None
         return chains
 
+    @property
+    def apart(self) -> list[str]:
+        """The names of layers side by side that are alike, of which no two are in a chain.
+
+        Those without layers in them are left out: few such are meant to follow each other.
+        """
+        chained = {id(layer) for chain in self.chains for layer in chain.layers}
+        names = []
+        for run in self._runs:
+            has_inner = any(True for _ in private.flatten_layers(run.layers[0], include_self=False))
+            if has_inner and not any(id(layer) in chained for layer in run.layers):
+                names.append(_name(run.layers))
+        return names
+
     def note(self, graph: tf.Graph) -> None:
         """Keeps the links that a trace shows, of those that earlier ones have shown."""
         calls_by_layer = self._calls.pop(id(graph), {})
         self._calls.clear()
-        places = {operation.name: k for k, operation in enumerate(graph.get_operations())}
+        operations = graph.get_operations()
+        places = {operation.name: k for k, operation in enumerate(operations)}
         links = {}
         for run in self._runs:
             for layer, following in zip(run.layers, run.layers[1:], strict=False):
@@ -110,6 +127,8 @@ class ChainSearch:
                 if len(calls) != 1 or len(next_calls) != 1:
                     continue
                 link = _link(calls[0], next_calls[0], places)
+                if link is not None and not _compute_alike(calls[0], next_calls[0], operations):
+                    link = None
                 key = (id(layer), id(following))
                 if link is not None and (self._links is None or self._links.get(key) == link):
                     links[key] = link
@@ -127,6 +146,10 @@ class ChainSearch:
         noted = _Call(by_argument(args, kwargs), output, start, end)
         self._calls.setdefault(id(graph), {}).setdefault(id(layer), []).append(noted)
         return output
+
+
+def _never(*args: Any, **kwargs: Any) -> Nest:
+    raise AssertionError("the last layer of a chain was not called")
 
 
 class ChainedCalls:
@@ -154,7 +177,8 @@ class ChainedCalls:
         self._in_loop = False
         self._first: dict[Argument, Any] | None = None  # what the first layer takes
         self._given: tf.Tensor | None = None  # what the layer before has handed on
-        self._calls: list[Callable[..., Nest]] = []  # of the layers so far
+        self._count = 0  # of the layers so far
+        self._call_last: Callable[..., Nest] = _never
 
     def make_interceptors(self) -> list[Interceptor]:
         interceptors = []
@@ -166,6 +190,11 @@ class ChainedCalls:
     def _replace(
         self, place: int, call: Callable[..., Nest], *args: Any, **kwargs: Any
     ) -> Nest | tf.Tensor:
+        """Runs in place of a layer's `call`.
+
+        The first layer's decides whether this trace loops, those behind it return stand-ins, and
+        the last runs the loop, in which each is called as it is.
+        """
         if self._in_loop:
             return call(*args, **kwargs)
         arguments = by_argument(args, kwargs)
@@ -173,23 +202,24 @@ class ChainedCalls:
         if place == 0:
             self._first = arguments if self._may_loop(x) else None
             self._given = x
-            self._calls = []
+            self._count = 0
         if self._first is None:
             return call(*args, **kwargs)
-        is_next = place == len(self._calls) and x is self._given
+        is_next = place == self._count and x is self._given
         if not is_next or not _same_but(self._chain.x, arguments, self._first):
             raise ValueError(
                 f"scan_layers: layer {self._chain.layers[place].name!r} is called otherwise than "
                 "as the model was looked at before its first step. Pass Trainer(scan_layers=False)."
             )
-        self._calls.append(call)
+        self._count += 1
         if place < len(self._chain.layers) - 1:
             # Of a graph that is no other's, so that TensorFlow lets nothing be computed from it.
             with tf.Graph().as_default():
-                self._given = tf.compat.v1.placeholder(x.dtype, x.shape, "runs_in_a_loop")
+                self._given = tf.compat.v1.placeholder(x.dtype, x.shape, _STAND_IN)
             return self._given
         first = self._first
         self._first = None
+        self._call_last = call
         return self._run(first, self._call_one, functools.partial(self._call_all, first))
 
     def _call_one(self, arguments: Mapping[Argument, Any]) -> tf.Tensor:
@@ -202,12 +232,21 @@ class ChainedCalls:
             self._in_loop = False
 
     def _call_all(self, arguments: Mapping[Argument, Any]) -> tf.Tensor:
-        """Calls the layers one after the other."""
+        """Calls the layers one after the other, as the model's own code would."""
         y = arguments[self._chain.x]
-        for call in self._calls:
-            args, kwargs = _as_arguments({**arguments, self._chain.x: y})
-            y = call(*args, **kwargs)
-        return y
+        self._in_loop = True
+        try:
+            for layer in self._chain.layers[:-1]:
+                args, kwargs = _as_arguments({**arguments, self._chain.x: y})
+                y = layer(*args, **kwargs)
+        finally:
+            self._in_loop = False
+        args, kwargs = _as_arguments({**arguments, self._chain.x: y})
+        return self._call_last(*args, **kwargs)  # Keras is in the last layer's `__call__`
+
+
+def _name(layers: Sequence[keras.layers.Layer]) -> str:
+    return f"{layers[0].name!r} to {layers[-1].name!r}"
 
 
 def by_argument(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Argument, Any]:
@@ -234,16 +273,20 @@ def _find_runs(model: keras.Model) -> Iterator[_Run]:
             children[id(child)] = child
         owner_is_known = not is_users_code(owner)
         run: list[keras.layers.Layer] = []
+        weights: set[int] = set()  # the ids of the variables of the run's layers
         is_known = owner_is_known
         for child in [*children.values(), None]:
+            own = {id(v) for v in stackable.variables(child)} if child is not None else set()
             comparison = Comparison()
-            if run and child is not None and _are_alike(comparison, run[-1], child):
+            if run and own and not own & weights and _are_alike(comparison, run[-1], child):
                 run.append(child)
+                weights |= own
                 is_known = is_known and not comparison.meets_users_code
                 continue
             if len(run) > 1:
                 yield _Run(run, is_known)
             run = [child]
+            weights = own
             is_known = owner_is_known
 
 
@@ -251,9 +294,6 @@ def _are_alike(
     comparison: Comparison, layer: keras.layers.Layer, other: keras.layers.Layer
 ) -> bool:
     if type(layer) is not type(other) or not layer.weights:
-        return False
-    ids = {id(variable) for variable in stackable.variables(layer)}
-    if any(id(variable) in ids for variable in stackable.variables(other)):
         return False
     try:
         return comparison.compare(layer, other, "") is None
@@ -284,21 +324,89 @@ def _link(call: _Call, following: _Call, places: Mapping[str, int]) -> Argument 
     return key
 
 
+def _compute_alike(call: _Call, following: _Call, operations: Sequence[tf.Operation]) -> bool:
+    """Tells if two calls have traced the same operations, of their own variables.
+
+    What layers compute by, or hand on, that no attribute, argument or output tells shows here.
+    """
+    traced = _computing(operations[call.start : call.end])
+    others = _computing(operations[following.start : following.end])
+    if len(traced) != len(others):
+        return False
+    if _hands_on_more(call, traced) or _hands_on_more(following, others):
+        return False
+    # The tensors of the second call that stand for those of the first.
+    counterparts = {}
+    for key, value in call.arguments.items():
+        for t, of_other in zip(
+            keras.tree.flatten(value), keras.tree.flatten(following.arguments[key]), strict=True
+        ):
+            if isinstance(t, tf.Tensor):
+                counterparts[t.ref()] = of_other
+    for operation, other in zip(traced, others, strict=True):
+        if operation.type != other.type or _settings(operation) != _settings(other):
+            return False
+        if len(operation.inputs) != len(other.inputs):
+            return False
+        for t, of_other in zip(operation.inputs, other.inputs, strict=True):
+            if t.ref() in counterparts:
+                is_same = counterparts[t.ref()] is of_other
+            elif t.dtype == tf.resource:
+                is_same = of_other.dtype == tf.resource
+            else:
+                # A loop would lose the gradient of what reaches a layer past its arguments.
+                is_same = t is of_other and not t.dtype.is_floating
+            if not is_same:
+                return False
+        for t, of_other in zip(operation.outputs, other.outputs, strict=True):
+            counterparts[t.ref()] = of_other
+    return True
+
+
+def _hands_on_more(call: _Call, traced: Sequence[tf.Operation]) -> bool:
+    """Tells if something else than a call's output is taken outside of the call."""
+    within = {operation.name for operation in traced}
+    for operation in traced:
+        for t in operation.outputs:
+            if t is not call.output and any(taking.name not in within for taking in t.consumers()):
+                return True
+    return False
+
+
+def _computing(operations: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """Lists operations but placeholders, which are made where something is captured first."""
+    return [operation for operation in operations if operation.type != "Placeholder"]
+
+
+def _settings(operation: tf.Operation) -> dict[str, bytes]:
+    """Returns what an operation computes by, besides its inputs and the functions that it calls."""
+    settings = {}
+    for name, value in operation.node_def.attr.items():
+        calls = value.HasField("func") or value.list.func
+        if not name.startswith("_") and not calls:
+            settings[name] = value.SerializeToString(deterministic=True)
+    return settings
+
+
 def _same_but(key: Argument, a: Mapping[Argument, Any], b: Mapping[Argument, Any]) -> bool:
     """Tells if two calls have the same arguments, but for one."""
     if a.keys() != b.keys():
         return False
     for name in a.keys() - {key}:
+        try:
+            keras.tree.assert_same_structure(a[name], b[name])
+        except (ValueError, TypeError):
+            return False
         values = keras.tree.flatten(a[name])
         others = keras.tree.flatten(b[name])
-        if len(values) != len(others):
-            return False
         if not all(_are_same(value, other) for value, other in zip(values, others, strict=True)):
             return False
     return True
 
 
 def _are_same(value: Any, other: Any) -> bool:
-    if isinstance(value, (bool, int, float, str)):
-        return type(value) is type(other) and value == other
-    return value is other
+    if value is None or isinstance(value, tf.Tensor):
+        return value is other
+    # Of any other object it is not known what it holds at each call.
+    is_plain = isinstance(value, (bool, int, float, str))
+    return is_plain and type(value) is type(other) and value == other

@@ -68,14 +68,15 @@ class Found(NamedTuple):
 
 
 def find_repeats(graph: keras.Function, fewest: int) -> Found:
-    """Finds the repeats of at least `fewest` parts, those of the most nodes where they overlap."""
+    """Finds repeats of at least `fewest` parts: from each node on, that of the most nodes."""
+    fewest = max(fewest, 2)
     search = _Search(graph)
     repeats: list[Repeat] = []
     reasons: list[str] = []
     start = 0
     while start < len(search.nodes):
-        parts, reasons_here = search.longest_from(start)
-        if len(parts) < max(fewest, 2):
+        parts, reasons_here = search.longest_from(start, fewest)
+        if not parts:
             reasons += reasons_here
             start += 1
             continue
@@ -104,8 +105,11 @@ class _Search:
         for t in graph.outputs:
             self._consumers.setdefault(id(t), []).append(len(self.nodes))
 
-    def longest_from(self, start: int) -> tuple[list[list[Any]], list[str]]:
-        """Returns the parts of the longest repeat that starts at a node, and why others end."""
+    def longest_from(self, start: int, fewest: int) -> tuple[list[list[Any]], list[str]]:
+        """Returns the parts of the longest repeat that starts at a node, and why others end.
+
+        There are at least `fewest`, or none.
+        """
         longest: list[list[Any]] = []
         reasons = []
         for length in range(1, min(_LONGEST, (len(self.nodes) - start) // 2) + 1):
@@ -115,7 +119,7 @@ class _Search:
             if longest and length % len(longest[0]) == 0 and 2 * length <= _count(longest):
                 continue  # each of these parts would be several of the longest's
             parts, reason = self._parts_from(start, length)
-            if len(parts) > 1 and _count(parts) > _count(longest):
+            if len(parts) >= fewest and _count(parts) > _count(longest):
                 longest = parts
             if reason is not None:
                 reasons.append(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ from fastaccum.kernels.recomputed_function import Policy, list_draws
 from fastaccum.kernels.variable_stack import VariableStack
 from fastaccum.kernels.xla_ops import in_xla
 from fastaccum.layers import blocks, walks
+from fastaccum.layers.alike import Comparison
 from fastaccum.layers.chains import Argument, Chain, ChainedCalls
 from fastaccum.layers.interceptors import Interceptor, Role, installed
 from fastaccum.layers.repeats import Repeat, find_repeats
@@ -32,6 +34,10 @@ _FEWEST = 4
 # from four times as many elements on.
 _MOST_HANDED_ON = 2**13
 _OF_USER = "code of your own may compute by more than its attributes (scan_layers=True)"
+_APART = (
+    "they are not called one after the other, each with what the one before gave and all else "
+    "the same; or they compute by more than attributes and arguments, or hand on more than outputs"
+)
 _SLOWER = "as a loop they would compile sooner, and run slower (scan_layers=True)"
 
 
@@ -101,6 +107,7 @@ class ScannedLayers:
         trained: the variables that the step trains.
         assigned: the variables that a call may assign.
         chains: layers that code calls one after the other.
+        apart: the names of layers that are alike, and that it calls otherwise.
 
     Attributes:
         weight_stacks: the stacks of weights that no call assigns.
@@ -114,6 +121,7 @@ class ScannedLayers:
         trained: Collection[keras.Variable],
         assigned: Collection[tf.Variable],
         chains: Sequence[Chain] = (),
+        apart: Sequence[str] = (),
     ):
         self.weight_stacks: list[VariableStack] = []
         self.choices: dict[str, str] = {}
@@ -141,6 +149,8 @@ class ScannedLayers:
             if not found.repeats:
                 for reason in found.reasons[:1]:
                     self.choices[graph.name] = f"unrolled: {reason}"
+        for name in apart:
+            self.choices[name] = f"unrolled: {_APART}"
         for chain in chains:  # those of an outer layer come before those of an inner
             is_inside = any(id(layer) in in_loops for layer in chain.layers)
             if len(chain.layers) >= fewest and not is_inside and self._admit(chain):
@@ -151,7 +161,7 @@ class ScannedLayers:
         """Stacks the variables of layers that may run in a loop; notes why others may not."""
         reason = _refusal(repeat)
         if reason is not None:
-            self._refuse(repeat, reason)
+            self._say_unrolled(repeat, reason)
             return False
         if self._mode == "auto" and not repeat.is_known:
             self.choices[repeat.name] = f"unrolled: {_OF_USER}"
@@ -167,12 +177,16 @@ class ScannedLayers:
         return True
 
     def _refuse(self, repeat: Repeat | Chain, reason: str) -> None:
+        """Has layers run one after the other from now on."""
         self._refused.add(id(repeat))
+        self._say_unrolled(repeat, reason)
+
+    def _say_unrolled(self, repeat: Repeat | Chain, reason: str) -> None:
         self.choices[repeat.name] = f"unrolled: {reason}"
         if self._mode is True:
             warn(
-                f"scan_layers=True: {repeat.name} run one after the other. {reason} Pass "
-                "scan_layers='auto' to run in loops what can.",
+                f"scan_layers=True: {repeat.name} run one after the other, not in a loop. {reason} "
+                "Pass scan_layers='auto' to leave out this warning.",
                 UserWarning,
             )
 
@@ -180,6 +194,12 @@ class ScannedLayers:
         """Returns interceptors that run the loops."""
         method = private.run_through_graph.name
         interceptors = []
+        for repeat in self._loops():
+            # What an attribute says may have changed since the last program was traced.
+            if not repeat.is_known and id(repeat) not in self._refused:
+                reason = _difference(repeat)
+                if reason is not None:
+                    self._refuse(repeat, f"They differ by now: {reason}.")
         for graph, repeats in self._repeats_by_graph:
             segments = _segments(graph, repeats)
             replacement = functools.partial(_walk, graph, segments, self._run_repeat)
@@ -190,13 +210,16 @@ class ScannedLayers:
             interceptors += calls.make_interceptors()
         return interceptors
 
-    def expand_choices(self, choices: Mapping[str, str]) -> dict[str, str]:
-        """Returns choices by layers' paths, with those of the layers that a loop runs alike."""
-        copies_of_path: dict[str, list[str]] = {}
+    def _loops(self) -> list[Repeat | Chain]:
         loops: list[Repeat | Chain] = [*self._chains]
         for _, repeats in self._repeats_by_graph:
             loops += repeats
-        for repeat in loops:
+        return loops
+
+    def expand_choices(self, choices: Mapping[str, str]) -> dict[str, str]:
+        """Returns choices by layers' paths, with those of the layers that a loop runs alike."""
+        copies_of_path: dict[str, list[str]] = {}
+        for repeat in self._loops():
             layers_by_part = [list(_flattened(part)) for part in repeat.layers_by_part]
             for copies in zip(*layers_by_part, strict=True):
                 copies_of_path[copies[0].path] = [layer.path for layer in copies]
@@ -342,9 +365,12 @@ def _run_unrolled(repeat: Repeat, operation_fn: Callable, values: list[tf.Tensor
     return y
 
 
-def _require_loopable(x: tf.Tensor, y: tf.Tensor) -> None:
-    """Raises NotStackable for layers, traced now from x to y, that no loop runs as they are."""
-    if private.keras_mask(y, None) is not private.keras_mask(x, None):
+def _require_loopable(mask: tf.Tensor | None, y: tf.Tensor) -> None:
+    """Raises NotStackable for layers that no loop runs as they are.
+
+    They were traced now, of a tensor with this mask, and returned y.
+    """
+    if private.keras_mask(y, None) is not mask:
         raise NotStackable("They change the mask of their input.")
     graph = tf.compat.v1.get_default_graph()
     variables = {id(variable.handle): variable.name for variable in graph.variables}
@@ -392,6 +418,8 @@ def _flattened(layers: Iterable[keras.layers.Layer]) -> Iterator[keras.layers.La
 def _refusal(repeat: Repeat | Chain) -> str | None:
     """Says why layers that repeat cannot run in a loop, as a sentence; None if they can."""
     for layer in _layers(repeat):
+        if isinstance(layer, keras.layers.InputLayer):
+            continue  # of a block that is a functional model
         reason = blocks.refusal(layer)
         if reason is None and private.metrics(layer):
             reason = "holds metrics"
@@ -399,6 +427,16 @@ def _refusal(repeat: Repeat | Chain) -> str | None:
             reason = "has an activity regularizer"
         if reason is not None:
             return f"{layer.name!r} {reason}."
+    return None
+
+
+def _difference(repeat: Repeat | Chain) -> str | None:
+    """Says where layers of neighbouring parts differ; None if none do."""
+    for part, following in itertools.pairwise(repeat.layers_by_part):
+        for layer, other in zip(part, following, strict=True):
+            found = Comparison().compare(layer, other, layer.name)
+            if found is not None:
+                return found
     return None
 
 

@@ -113,7 +113,12 @@ class ModelObjective(Objective):
             # A `compute_loss` may ask for second derivatives, which loops lack.
             scan_layers = False
         self.scanned = ScannedLayers(
-            model.model, scan_layers, model.trainable_variables, self.state, model.chains
+            model.model,
+            scan_layers,
+            model.trainable_variables,
+            self.state,
+            model.chains,
+            model.apart,
         )
         self.weight_stacks = self.scanned.weight_stacks
 

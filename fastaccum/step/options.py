@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 import keras
+import numpy as np
 
 from fastaccum import checks
 from fastaccum.adapters.own_loss import Reduction
@@ -29,7 +30,9 @@ def _one_of(*values: str | bool) -> Check:
 def _auto_or_bool(name: str, value: Any) -> JitCompile:
     if isinstance(value, str):
         return checks.one_of(name, value, ("auto", True, False))
-    return checks.true_or_false(name, value)
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}={checks.shown(value)} must be 'auto', True or False.")
+    return bool(value)
 
 
 def _auto_or_count(name: str, value: Any) -> int | str:

@@ -1,5 +1,7 @@
 """`scan_layers`: layers that code calls one after the other run as one loop, where nothing tells."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import tensorflow as tf
 
 import fastaccum as fa
 from fastaccum.families import adapt_model
+from fastaccum.layers import scan
 
 layers = keras.layers
 WIDTH, ROWS = 8, 12
@@ -51,7 +54,8 @@ class WithContext(Stacked):
     """All blocks take one more tensor, which is trained too."""
 
     def call(self, x, training=None):
-        context = x = self.first(x)
+        x = self.first(x)
+        context = keras.ops.tanh(x)
         for block in self.blocks:
             x = block(x, context=context, scale=0.5, training=training)
         return self.head(x)
@@ -121,6 +125,132 @@ class Twice(Stacked):
         return self.head(x)
 
 
+@dataclasses.dataclass
+class Held:
+    tensor: tf.Tensor
+
+
+class Taking(Block):
+    def call(self, x, held=None, training=None):
+        return x + self.inner(x) * held.tensor
+
+
+class Holding(Stacked):
+    """Blocks take a trained tensor that an object holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Taking() for _ in range(4)]
+
+    def call(self, x, training=None):
+        x = self.first(x)
+        held = Held(x)
+        for block in self.blocks:
+            x = block(x, held=held)
+        return self.head(x)
+
+
+class Telling(Block):
+    def call(self, x, training=None):
+        h = self.inner(x)
+        self.told = keras.ops.mean(h * h)
+        return x + h
+
+
+class Told(Stacked):
+    """The model takes what blocks leave in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Telling() for _ in range(4)]
+
+    def call(self, x, training=None):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + sum(block.told for block in self.blocks)
+
+
+class Around(layers.Layer):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def build(self, shape):
+        if not self.inner.built:
+            self.inner.build(shape)
+
+    def call(self, x, training=None):
+        return x + self.inner(x)
+
+
+class Sharing(Stacked):
+    """Every other block has the same layer in it."""
+
+    def __init__(self):
+        super().__init__()
+        inner = [layers.Dense(WIDTH, "tanh") for _ in range(2)]
+        self.blocks = [Around(inner[k % 2]) for k in range(4)]
+
+
+class Switching(Stacked):
+    """Blocks take a tensor under other names."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Named() for _ in range(4)]
+
+    def call(self, x, training=None):
+        given = x = self.first(x)
+        for k, block in enumerate(self.blocks):
+            x = block(x, given={"add" if k % 2 else "times": given})
+        return self.head(x)
+
+
+class Named(Block):
+    def call(self, x, given=None, training=None):
+        if "add" in given:
+            return x + self.inner(x) + given["add"]
+        return x + self.inner(x) * given["times"]
+
+
+class Remembering(Block):
+    """A block that reads what it has just assigned."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x, training=None):
+        if training:
+            self.seen.assign_add(keras.ops.mean(x))
+        return x + self.inner(x) * (1 + self.seen)
+
+
+class WithState(Stacked):
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Remembering() for _ in range(4)]
+
+
+COUNTED = []
+
+
+class ByGlobal(Block):
+    """A block that computes by how often blocks were called before."""
+
+    def call(self, x, training=None):
+        COUNTED.append(self)
+        return x + self.inner(x) / float(COUNTED.index(self) + 1)
+
+
+class Counting(Stacked):
+    def __init__(self):
+        super().__init__()
+        COUNTED.clear()
+        self.blocks = [ByGlobal() for _ in range(4)]
+
+
 class InTraining(Stacked):
     """The blocks are followed by others in training."""
 
@@ -176,13 +306,15 @@ def trained(make, scan_layers, **options):
     x, y = data()
     history = trainer.fit(x, y, batch_size=3, epochs=2, shuffle=False, verbose=0).history["loss"]
     losses = [*history, trainer.evaluate(x, y, batch_size=3, verbose=0)]
-    return losses, [np.asarray(v) for v in trainer.model.variables]
+    loops = trainer._builder.engine.objective.scanned.choices
+    return losses, [np.asarray(v) for v in trainer.model.variables], list(loops.values())
 
 
-def require_equal(make, **options):
-    """Requires that a model trains as it does unrolled."""
-    losses, variables = trained(make, True, **options)
-    expected_losses, expected = trained(make, False, **options)
+def require_equal(make, loops, **options):
+    """Requires that a model trains as it does unrolled, in these loops."""
+    losses, variables, found = trained(make, True, **options)
+    assert found == [f"one loop of {depth}" for depth in loops]
+    expected_losses, expected, _ = trained(make, False, **options)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     for got, want in zip(variables, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)
@@ -190,29 +322,96 @@ def require_equal(make, **options):
 
 @pytest.mark.parametrize(
     "make",
-    [Stacked, WithContext, functional, lambda: Stacked(dropout=0.5)],
-    ids=["model", "context", "layer", "dropout"],
+    [Stacked, WithContext, functional, lambda: Stacked(dropout=0.5), WithState],
+    ids=["model", "context", "layer", "dropout", "state"],
 )
 def test_layers_in_a_python_loop_train_as_unrolled_ones(make):
-    assert chains_of(make) == [4]
-    require_equal(make)
+    require_equal(make, [4])
 
 
-@pytest.mark.parametrize("make", [Collecting, Numbered, Residual, Twice, InTraining])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Collecting,
+        Numbered,
+        Residual,
+        Twice,
+        InTraining,
+        Holding,
+        Told,
+        Counting,
+        Switching,
+    ],
+)
 def test_layers_that_are_called_otherwise_are_no_chain(make):
     assert chains_of(make) == []
 
 
+def test_layers_that_share_a_weight_are_no_chain():
+    assert chains_of(Sharing) == [2, 2]
+
+
+def of_models():
+    """Blocks that are functional models."""
+    inputs = keras.Input((WIDTH,))
+    x = inputs
+    for _ in range(4):
+        block_input = keras.Input((WIDTH,))
+        x = keras.Model(block_input, block_input + layers.Dense(WIDTH, "tanh")(block_input))(x)
+    return keras.Model(inputs, layers.Dense(3)(x))
+
+
+def test_a_block_may_be_a_functional_model():
+    trainer = trainer_of(of_models, True)
+    x, y = data()
+    summary = trainer.summary(x, y, batch_size=3)
+    assert list(summary.loops.values()) == ["one loop of 4"]
+
+
+def test_layers_that_came_to_differ_run_one_by_one():
+    class Scaled(Block):
+        factor = 1.0
+
+        def call(self, x, training=None):
+            return x + self.factor * self.inner(x)
+
+    class OfScaled(Stacked):
+        def __init__(self):
+            super().__init__()
+            self.blocks = [Scaled() for _ in range(4)]
+
+    def refit(scan_layers):
+        trainer = trainer_of(OfScaled, scan_layers)
+        x, y = data()
+        trainer.fit(x, y, batch_size=3, shuffle=False, verbose=0)
+        trainer.model.blocks[1].factor = 0.5
+        trainer.fit(x[:8], y[:8], batch_size=2, shuffle=False, verbose=0)
+        return trainer.model.get_weights()
+
+    with pytest.warns(UserWarning, match="They differ by now"):
+        changed = refit(True)
+    for got, want in zip(changed, refit(False), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)
+
+
 def test_a_chain_ends_at_what_something_else_takes():
-    assert chains_of(lambda: HalfWay(8)) == [4, 4]
-    require_equal(lambda: HalfWay(8))
+    require_equal(lambda: HalfWay(8), [4, 4])
 
 
-def test_the_policy_of_remat_is_that_of_the_loop():
+def test_the_policy_of_remat_is_that_of_the_loop(monkeypatch):
+    policies = set()
+    run_loops = scan.run_loops
+
+    def watching(body, depth, options, *arguments):
+        policies.add(options.policy)
+        return run_loops(body, depth, options, *arguments)
+
     def recompute(model):
-        fa.remat(model, layer_names=[block.name for block in model.blocks])
+        fa.remat(model, "nothing_saveable", layer_names=[block.name for block in model.blocks])
 
-    require_equal(Stacked, prepare=recompute)
+    monkeypatch.setattr(scan, "run_loops", watching)
+    require_equal(Stacked, [4], prepare=recompute)
+    assert policies == {"nothing_saveable"}
 
 
 def test_frozen_layers_and_others_are_two_chains():
@@ -222,8 +421,7 @@ def test_frozen_layers_and_others_are_two_chains():
             block.trainable = False
         return model
 
-    assert chains_of(make) == [4, 4]
-    require_equal(make)
+    require_equal(make, [4, 4])
 
 
 class OfAnotherMind(Stacked):
@@ -260,29 +458,53 @@ def test_a_program_has_one_body_for_all_layers():
         return trainer.compiler_ir(stack, "hlo").count(" dot(")
 
     unrolled = products(4, False)
-    assert products(4, True) == products(6, True) < unrolled == products(4, "auto")
+    assert products(4, True) == products(6, True)
+    assert products(4, True) < unrolled
+    assert products(4, "auto") == unrolled  # which leaves code of the user's as it is
 
 
-def test_masks_reach_every_layer():
-    class Masked(Stacked):
-        def __init__(self):
-            super().__init__()
-            self.mask = layers.Masking()
+class Attending(layers.Layer):
+    """A block whose attention takes the mask from its input."""
 
-        def call(self, x, training=None):
-            x = self.first(self.mask(x))
-            for block in self.blocks:
-                x = block(x, training=training)
-            return self.head(x)
+    def __init__(self, scale=None):
+        super().__init__()
+        self.supports_masking = True
+        self.attention = layers.MultiHeadAttention(2, 4)
+        self.scale = scale
 
-    keras.utils.set_random_seed(0)
+    def build(self, shape):
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        h = self.attention(x, x)
+        return x + (h if self.scale is None else h * self.scale)
+
+
+class Masked(keras.Model):
+    def __init__(self, scale=None):
+        super().__init__()
+        self.mask = layers.Masking()
+        self.first = layers.Dense(WIDTH)
+        self.blocks = [Attending(scale) for _ in range(4)]
+        self.head = layers.Dense(3)
+
+    def call(self, x):
+        x = self.first(self.mask(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("loops", [True, False], ids=["loop", "refused"])
+def test_masks_reach_every_layer(loops):
     x = np.random.default_rng(0).normal(size=(ROWS, 5, WIDTH)).astype("float32")
     x[:, 3:] = 0
     y = np.zeros((ROWS, 5), "int64")
     weights = []
     for scan_layers in (True, False):
         keras.utils.set_random_seed(0)
-        model = Masked()
+        # A loop takes no variable that is not the layers' own.
+        model = Masked(scale=None if loops else Hidden(tf.Variable(0.5)))
         model(x)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         trainer = fa.Trainer(
@@ -295,5 +517,18 @@ def test_masks_reach_every_layer():
         )
         trainer.fit(x, y, batch_size=6, shuffle=False, verbose=0)
         weights.append(model.get_weights())
+        if scan_layers:
+            (choice,) = trainer._builder.engine.objective.scanned.choices.values()
+            assert choice.startswith("one loop") == loops
     for got, want in zip(*weights, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6)
+
+
+class Hidden:
+    """A variable that Keras does not find."""
+
+    def __init__(self, variable):
+        self.held = {"variable": variable}
+
+    def __rmul__(self, other):
+        return other * self.held["variable"]
