@@ -264,7 +264,12 @@ def _as_arguments(arguments: Mapping[Argument, Any]) -> tuple[list[Any], dict[st
 
 
 def _find_runs(model: keras.Model) -> Iterator[_Run]:
-    """Yields the runs of at least two layers in layers with code of their own."""
+    """Yields the runs of at least two layers in layers with code of their own.
+
+    There are none in a model of tf_keras, which has no loops.
+    """
+    if not isinstance(model, keras.Model):
+        return
     for owner in private.flatten_layers(model):
         if blocks.graph_of(owner) is not None or of_keras(type(owner)):
             continue
