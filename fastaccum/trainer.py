@@ -116,8 +116,8 @@ class Trainer:
             other numbers of rows, or other lengths, and are padded to the next of these sizes
             (docs/guides/varying-batches.md). Fewer compile sooner; more waste less. "auto" is 4.
         scan_layers: run layers that repeat, such as a transformer's blocks, as one loop, which is
-            traced and compiled once: a deep model compiles as fast as a shallow one. The result is
-            the same, to float32 rounding, and the model stays as it is. It applies where XLA
+            traced and compiled once. The result is the same, to float32 rounding, and the model
+            stays as it is. It applies where XLA
             compiles the step, to layers in a graph, and to those that a `call` calls one after the
             other. True for two layers or more, False for none. With True, layers of your own
             classes count as the same if their attributes are: what tells them apart must stand

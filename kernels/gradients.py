@@ -515,6 +515,11 @@ def _whole_tensors(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return wholes
 
 
+def has_parts(tensors: Sequence[tf.Tensor | None]) -> bool:
+    """Tells if some tensors are parts of another: gradients that a loop over layers has made."""
+    return any(t is not None and _is_part(t) for t in tensors)
+
+
 def _is_part(t: tf.Tensor) -> bool:
     """Tells if a tensor is a part of another, along its first axis."""
     return tf.is_symbolic_tensor(t) and t.op.type == "GatherV2" and t.op.inputs[1].shape.rank == 0

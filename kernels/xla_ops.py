@@ -48,14 +48,15 @@ def loop(
 
 
 def opaque(scalars: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Returns scalars, numbers or bools, of which XLA does not know on a CPU how they are computed.
+    """Hides from XLA on a CPU how scalars, numbers or bools, are computed; returns them.
 
-    It would compute them again in each kernel that takes them, or compile each kernel for the
-    value of a constant; without, it compiles kernels that differ by a scalar alone once for all.
+    XLA would compute them again in each kernel that takes them, and compile a kernel for each value
+    of a constant. Kernels that differ by a hidden scalar alone are compiled once.
     """
     if not scalars or not in_xla() or has_gpu():
         return list(scalars)
-    # XLA computes no loop in advance but one that counts: the scalars are negated twice.
+    # Two turns, each of which negates, give the same scalars. Of loops XLA computes in advance
+    # only those that count.
     return loop(2, lambda _, *values: [_negated(value) for value in values], scalars)
 
 

@@ -48,6 +48,13 @@ class _Update(NamedTuple):
     variable: keras.Variable
 
 
+class _ByHandles(NamedTuple):
+    """An update as a function of `ok`, a gradient, handles and `common` tensors."""
+
+    function: ConcreteFunction
+    common: list[tf.Tensor]  # the same for all variables of the spec
+
+
 class _SharedUpdate:
     """The trace of an update, as a function of handles for any variable of its spec.
 
@@ -70,8 +77,7 @@ class _SharedUpdate:
         self._places = places
         self._common = common
         self._own = own
-        self._function: ConcreteFunction | None = None
-        self._handed: list[tf.Tensor] = []
+        self._by_handles: _ByHandles | None = None
         self._assigned: list[str] = []  # the names of the handles
         for operation in traced.graph.get_operations():
             if operation.type in _ASSIGNMENTS and operation.inputs[0].name not in self._assigned:
@@ -83,41 +89,43 @@ class _SharedUpdate:
 
     def apply(self, ok: tf.Tensor, gradient: tf.Tensor, own: OwnVariables) -> None:
         """Updates a variable and its slots where `ok`."""
-        if self._function is None:
-            # Only now: Keras's Nadam assigns a scalar before the first of the updates, and not for
-            # each of them.
-            self._function = self._make_function(gradient)
+        if self._by_handles is None:
+            # Made at the first update: Keras's Nadam assigns a scalar that all of them read just
+            # before it.
+            self._by_handles = self._make(gradient)
+        function, common = self._by_handles
         handles = [own[place].handle for place in self._places.values()]
         tf.raw_ops.StatefulPartitionedCall(
-            args=[ok, gradient, *handles, *self._handed], Tout=[], f=self._function
+            args=[ok, gradient, *handles, *common], Tout=[], f=function
         )
 
-    def _make_function(self, gradient: tf.Tensor) -> ConcreteFunction:
-        """Makes the function of `ok`, a gradient, handles and `_handed`."""
+    def _make(self, gradient: tf.Tensor) -> _ByHandles:
         graph = self._traced.graph
         common = {}
         for name, value in self._common.items():
             common[name] = value.read_value() if isinstance(value, tf.Variable) else value
-        handed = _compute_common(graph, common)
-        self._handed = list(handed.values())
+        computed, handed = _compute_common(graph, common)
         names = [self._traced.inputs[0].name, *self._places, *handed]
         assigned = self._assigned
 
         @tf.function(autograph=False)
         def compute(ok, *inputs):
             values = dict(zip(names, inputs, strict=True))
-            _replay(graph, values, ok, computed=common)
+            _replay(graph, values, ok, computed)
             return [values[handle] for handle in assigned]
 
         touched = [self._own[place] for place in self._places.values()]
-        computed = compute.get_concrete_function(
+        function = compute.get_concrete_function(
             tf.TensorSpec([], tf.bool),
             tf.TensorSpec(gradient.shape, gradient.dtype),
             *(tf.TensorSpec(v.shape, v.dtype) for v in touched),
-            *(tf.TensorSpec(t.shape, t.dtype) for t in self._handed),
+            *(tf.TensorSpec(t.shape, t.dtype) for t in handed.values()),
         )
         places = list(self._places)
-        return _assign_by_handles(computed, touched, [places.index(name) for name in assigned])
+        places_assigned = [places.index(name) for name in assigned]
+        return _ByHandles(
+            _assign_by_handles(function, touched, places_assigned), list(handed.values())
+        )
 
 
 @contextlib.contextmanager
@@ -295,11 +303,14 @@ def _assign_by_handles(
     return read_and_assign.get_concrete_function(*specs)
 
 
-def _compute_common(graph: tf.Graph, common: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+def _compute_common(
+    graph: tf.Graph, common: Mapping[str, tf.Tensor]
+) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
     """Computes, in the default graph, what a graph computes from the `common` tensors alone.
 
-    Adds that to `common`, by name. Returns those of the tensors that the rest of the graph takes.
+    Returns that with `common`, by name, and those of the tensors that the rest of the graph takes.
     """
+    computed = dict(common)
     constants: set[str] = set()  # the names of what is computed from no input
     handed = {}
     for operation in graph.get_operations():
@@ -308,16 +319,16 @@ def _compute_common(graph: tf.Graph, common: dict[str, tf.Tensor]) -> dict[str, 
         others = [t for t in operation.inputs if t.name not in constants]
         if not others:
             constants.update(t.name for t in operation.outputs)
-        elif all(t.name in common for t in others):
-            values = dict(common)
+        elif all(t.name in computed for t in others):
+            values = dict(computed)
             for t in operation.inputs:
                 if t.name in constants:
                     values[t.name] = _copy_constant(t)
             _replay_one(operation, values)
-            common.update({t.name: values[t.name] for t in operation.outputs})
+            computed.update({t.name: values[t.name] for t in operation.outputs})
         else:
-            handed.update({t.name: common[t.name] for t in others if t.name in common})
-    return handed
+            handed.update({t.name: computed[t.name] for t in others if t.name in computed})
+    return computed, handed
 
 
 def _copy_constant(t: tf.Tensor) -> tf.Tensor:

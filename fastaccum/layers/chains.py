@@ -33,6 +33,7 @@ class Chain(NamedTuple):
 
     @property
     def layers_by_part(self) -> list[list[keras.layers.Layer]]:
+        """The layers one by one, as `Repeat` has them."""
         return [[layer] for layer in self.layers]
 
     @property
@@ -148,10 +149,6 @@ class ChainSearch:
         return output
 
 
-def _never(*args: Any, **kwargs: Any) -> Nest:
-    raise AssertionError("the last layer of a chain was not called")
-
-
 class ChainedCalls:
     """The calls of a chain's layers in one trace, of which the last runs the loop.
 
@@ -178,9 +175,9 @@ class ChainedCalls:
         self._first: dict[Argument, Any] | None = None  # what the first layer takes
         self._given: tf.Tensor | None = None  # what the layer before has handed on
         self._count = 0  # of the layers so far
-        self._call_last: Callable[..., Nest] = _never
 
     def make_interceptors(self) -> list[Interceptor]:
+        """Returns interceptors of the layers' calls."""
         interceptors = []
         for place, layer in enumerate(self._chain.layers):
             replacement = functools.partial(self._replace, place)
@@ -219,8 +216,7 @@ class ChainedCalls:
             return self._given
         first = self._first
         self._first = None
-        self._call_last = call
-        return self._run(first, self._call_one, functools.partial(self._call_all, first))
+        return self._run(first, self._call_one, functools.partial(self._call_all, first, call))
 
     def _call_one(self, arguments: Mapping[Argument, Any]) -> tf.Tensor:
         """Calls the first layer, for whichever layer the loop is at."""
@@ -231,7 +227,9 @@ class ChainedCalls:
         finally:
             self._in_loop = False
 
-    def _call_all(self, arguments: Mapping[Argument, Any]) -> tf.Tensor:
+    def _call_all(
+        self, arguments: Mapping[Argument, Any], call_last: Callable[..., Nest]
+    ) -> tf.Tensor:
         """Calls the layers one after the other, as the model's own code would."""
         y = arguments[self._chain.x]
         self._in_loop = True
@@ -242,7 +240,7 @@ class ChainedCalls:
         finally:
             self._in_loop = False
         args, kwargs = _as_arguments({**arguments, self._chain.x: y})
-        return self._call_last(*args, **kwargs)  # Keras is in the last layer's `__call__`
+        return call_last(*args, **kwargs)  # Keras is in the last layer's `__call__`
 
 
 def _name(layers: Sequence[keras.layers.Layer]) -> str:

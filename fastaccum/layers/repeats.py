@@ -44,6 +44,7 @@ class Repeat(NamedTuple):
 
     @property
     def layers_by_part(self) -> list[list[keras.layers.Layer]]:
+        """The layers that each part calls."""
         layers_by_part = []
         for part in self.parts:
             operations = [node.operation for node in part]

@@ -143,7 +143,10 @@ class ScannedLayers:
             repeats = [repeat for repeat in found.repeats if self._admit(repeat)]
             for repeat in repeats:
                 for layer in _layers(repeat):
-                    in_loops |= {id(layer), id(blocks.graph_of(layer))}
+                    in_loops.add(id(layer))
+                    graph_of_layer = blocks.graph_of(layer)
+                    if graph_of_layer is not None:
+                        in_loops.add(id(graph_of_layer))
             if repeats:
                 self._repeats_by_graph.append((graph, repeats))
             if not found.repeats:

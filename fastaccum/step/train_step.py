@@ -401,8 +401,8 @@ class TrainStep:
         # that can.
         with tf.name_scope("update"), tf.control_dependencies([ok]):
             factor = reduced.factor
-            if objective.weight_stacks:
-                # The updates of many layers: none computes these two anew.
+            if gradients.has_parts(grads):
+                # Each layer's update takes these two; XLA would compute them again in every one.
                 ok, factor = opaque([ok, factor])
             final_grads: list[tf.Tensor | None] = [None] * len(grads)
             for j, gradient in enumerate(grads):

@@ -472,3 +472,33 @@ def test_arguments_of_an_overridden_compile_stay():
     model.fit(X, Y, batch_size=20, shuffle=False, verbose=0)
     for a, b in zip(ours, model.get_weights(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+class OfPlaces(keras.layers.Layer):
+    """Adds what a table has for places, which are a variable, as in KerasHub's SigLIP."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.table = keras.layers.Embedding(4, 3)
+
+    def build(self, shape):
+        self.table.build((4,))
+        self.places = self.add_weight(shape=(4,), dtype="int32", initializer="zeros")
+        self.places.trainable = False
+
+    def call(self, x):
+        return x + self.table(self.places)
+
+
+def test_ids_may_be_a_variable():
+    model = keras.Sequential([keras.Input((4, 3)), OfPlaces(), keras.layers.Dense(1)])
+    reference = keras.models.clone_model(model)
+    reference.set_weights(model.get_weights())
+    x = np.random.default_rng(0).normal(size=(4, 4, 3)).astype("float32")
+    y = np.ones((4, 4, 1), "float32")
+    trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", gradient_accumulation_steps=2)
+    trainer.fit(x, y, batch_size=2, shuffle=False, verbose=0)
+    reference.compile(keras.optimizers.SGD(0.1), "mse")
+    reference.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    for got, want in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

@@ -275,10 +275,10 @@ class HalfWay(Stacked):
         return self.head(x + middle)
 
 
-def trainer_of(make, scan_layers, rows=ROWS, prepare=lambda model: None, **options):
+def trainer_of(make, scan_layers, shape=(WIDTH,), prepare=lambda model: None, **options):
     keras.utils.set_random_seed(0)
     model = make()
-    model(np.zeros((rows, WIDTH), "float32"))
+    model(np.zeros((ROWS, *shape), "float32"))
     prepare(model)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     options = {"gradient_accumulation_steps": 2, "jit_compile": True, **options}
@@ -500,23 +500,16 @@ def test_masks_reach_every_layer(loops):
     x = np.random.default_rng(0).normal(size=(ROWS, 5, WIDTH)).astype("float32")
     x[:, 3:] = 0
     y = np.zeros((ROWS, 5), "int64")
+
+    def make():
+        # A loop takes no variable that is not the layers' own.
+        return Masked(scale=None if loops else Hidden(tf.Variable(0.5)))
+
     weights = []
     for scan_layers in (True, False):
-        keras.utils.set_random_seed(0)
-        # A loop takes no variable that is not the layers' own.
-        model = Masked(scale=None if loops else Hidden(tf.Variable(0.5)))
-        model(x)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        trainer = fa.Trainer(
-            model,
-            keras.optimizers.SGD(0.05),
-            loss,
-            gradient_accumulation_steps=2,
-            scan_layers=scan_layers,
-            jit_compile=True,
-        )
+        trainer = trainer_of(make, scan_layers, shape=(5, WIDTH))
         trainer.fit(x, y, batch_size=6, shuffle=False, verbose=0)
-        weights.append(model.get_weights())
+        weights.append(trainer.model.get_weights())
         if scan_layers:
             (choice,) = trainer._builder.engine.objective.scanned.choices.values()
             assert choice.startswith("one loop") == loops

@@ -149,6 +149,14 @@ def test_parts_that_repeat_are_found(make, expected):
     assert [(len(r.parts), len(r.parts[0])) for r in found.repeats] == expected
 
 
+def test_a_shorter_repeat_of_enough_parts_is_taken():
+    made = []
+    for _ in range(3):
+        made += [*(layers.Dense(WIDTH) for _ in range(4)), layers.LayerNormalization()]
+    found = find_repeats(blocks.graph_of(of_blocks(*made)), fewest=4)
+    assert [len(r.parts) for r in found.repeats] == [4, 4, 4]
+
+
 def test_a_difference_is_named():
     scales = [Block(0.1 * k, name=f"block_{k}") for k in range(4)]
     found = find_repeats(blocks.graph_of(of_blocks(*scales)), fewest=2)
