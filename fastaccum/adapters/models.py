@@ -60,19 +60,31 @@ class Model(ModelState):
         """Builds the model, and returns output specs for input specs `x`, a nest of TensorSpecs."""
         with _naming(x):
             try:
-                outputs = self.model(_as_keras_tensors(x), training=training)
+                # A functional model asks layers for their specs, and casts nothing that it is
+                # given, nor adds an axis, as a call does.
+                if self._adds_axes(x):
+                    outputs = self._traced_specs(x, training)
+                else:
+                    outputs = self.model(_as_keras_tensors(x), training=training)
             except (TypeError, ValueError):
                 if not self.model.built:
                     raise
-                # Functional models ask layers for their specs without casting what they are given,
-                # as a call does.
-                traced = tf.function(self.model, autograph=False).get_concrete_function(
-                    x, training=training
-                )
-                outputs = _as_keras_tensors(traced.structured_outputs)
+                outputs = self._traced_specs(x, training)
         if self.may_do_more:
             self._note_calls(x)
         return outputs
+
+    def _adds_axes(self, x: Nest) -> bool:
+        """Tells if a call adds axes to inputs of fewer than those that the model was built for."""
+        expected = tf.nest.flatten(getattr(self.model, "inputs", None) or [])
+        ranks = [spec.shape.rank for spec in tf.nest.flatten(x)]
+        return len(ranks) == len(expected) and ranks != [len(spec.shape) for spec in expected]
+
+    def _traced_specs(self, x: Nest, training: bool) -> Nest:
+        traced = tf.function(self.model, autograph=False).get_concrete_function(
+            x, training=training
+        )
+        return _as_keras_tensors(traced.structured_outputs)
 
     def require_inputs(self, x: Nest) -> None:
         """Raises ValueError for a list of more or fewer inputs than the model has.

@@ -502,3 +502,18 @@ def test_ids_may_be_a_variable():
     reference.fit(x, y, batch_size=4, shuffle=False, verbose=0)
     for got, want in zip(model.get_weights(), reference.get_weights(), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_inputs_may_lack_the_axis_that_the_model_adds():
+    """A functional model of columns [rows, 1] takes [rows], as in Keras."""
+    inputs = {name: keras.Input((1,), name=name) for name in ("age", "dose")}
+    outputs = keras.layers.Dense(1)(keras.layers.Concatenate()(list(inputs.values())))
+    model = keras.Model(inputs, outputs)
+    rng = np.random.default_rng(0)
+    x = {name: rng.normal(size=8).astype("float32") for name in inputs}
+    y = rng.normal(size=8).astype("float32")
+    before = model.predict(x, verbose=0)
+    trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    logs = trainer.fit(x, y, batch_size=8, verbose=0).history
+    assert logs["loss"][0] == pytest.approx(np.mean((before[:, 0] - y) ** 2), rel=1e-5)
+    assert logs["mae"][0] == pytest.approx(np.mean(np.abs(before[:, 0] - y)), rel=1e-5)

@@ -14,6 +14,7 @@ _COLUMNS = {
     "mixed_bfloat16": "bfloat16",
     "fused": "fused",
 }
+_CELLS = "error", "float16", "bfloat16", "remat", "scanned", "fused"
 _PACKAGES = (
     *("tensorflow", "keras", "tf_keras", "tensorflow-addons"),
     *("keras-hub", "keras-rs", "transformers", "tensorflow-probability"),
@@ -46,6 +47,8 @@ The columns:
   loss scale was too high.
 - *remat*: the error of our step with `fa.remat(model)`, compared with ours without it, or why `fa.remat` refuses the
   model.
+- *scanned*: the error of our step with `scan_layers=True`, compared with ours without it, where layers repeat; or why
+  they run one after the other.
 - *fused*: the *error*, with fused attention, computed by the blockwise kernel for CPUs. At this tiny size
   `flash_attention="auto"` would not fuse it, so the tests fuse all attention that "auto" fuses in large models. {fused}
 
@@ -64,6 +67,8 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
         cells["failed"] |= outcome == "failed"
         if "remat" in result:
             cells["remat"] = _reason(result["remat"])
+        elif "scanned" in result:
+            cells["scanned"] = result["scanned"].replace("unrolled: ", "no: ")
         elif "refused" in result:
             cells["refused"] = result["refused"]
         elif result:
@@ -90,8 +95,8 @@ def page(results: Sequence[tuple[dict[str, Any], str]], notes: str) -> str:
         lines += [
             f"## {family}",
             "",
-            "| model | result | error | float16 | bfloat16 | remat | fused | note |",
-            "|---" * 8 + "|",
+            f"| model | result | {' | '.join(_CELLS)} | note |",
+            "|---" * (len(_CELLS) + 3) + "|",
         ]
         lines += [_line(name, cells) for (of, name), cells in rows.items() if of == family]
         lines.append("")
@@ -136,7 +141,5 @@ def _line(name: str, cells: dict[str, Any]) -> str:
     note = cells["note"]
     if "refused" in cells:
         note = f"{note} “{' '.join(cells['refused'].split())}”".strip()
-    errors = (
-        cells.get(column, "") for column in ("error", "float16", "bfloat16", "remat", "fused")
-    )
+    errors = (cells.get(column, "") for column in _CELLS)
     return "| " + " | ".join([name, verdict, *errors, note.replace("|", "\\|")]) + " |"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +50,7 @@ class Case:
         magnifies: a deep stack magnifies rounding: our update may be 1.05 times as far from float64
             as Keras's.
         attention: what computed each layer's attention in our step, once it has run.
+        loops: what ran as a loop in our step, and why other layers that are alike did not.
     """
 
     model: Any
@@ -68,6 +70,7 @@ class Case:
     compare_logs: bool = True
     magnifies: bool = False
     attention: dict[str, str] = field(default_factory=dict)
+    loops: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -128,7 +131,7 @@ class Entry:
             policies += MIXED
         ways = [(policy, [pytest.mark.sample] if self.quick else []) for policy in policies]
         if self.refused is None:
-            ways.append(("remat", []))
+            ways += [("remat", []), ("scanned", [])]
         if self.fused:
             ways.append(("fused", []))
         return ways
@@ -146,6 +149,8 @@ class Entry:
             result = {"refused": str(_refusal(self.build(), self.refused))}
         elif way == "remat":
             result = _recomputed(self.build(), self.tolerance)
+        elif way == "scanned":
+            result = _scanned(self.build(), self.tolerance)
         elif way == "float32":
             result = _compared(self.build, self.tolerance, "unfused: its scores take", self.fused)
         elif way == "fused":
@@ -332,6 +337,7 @@ def _ours(case: Case) -> dict[str, float]:
     )
     if trainer._builder.engine.objective.attention is not None:
         case.attention = trainer._builder.engine.objective.attention.choices
+    case.loops = trainer._builder.engine.objective.scanned.choices
     return _last(history)
 
 
@@ -449,6 +455,32 @@ def _recomputed(what: Case | Steps, tolerance: float) -> dict[str, Any]:
     error = weight_error(before, *after)
     assert error <= tolerance, f"recomputed, weights differ by {error:.1e} of their update"
     return {"remat": f"{error:.1e}"}
+
+
+def _scanned(what: Case | Steps, tolerance: float) -> dict[str, Any]:
+    """Our step with `scan_layers=True` beside our step; or why layers that repeat run unrolled."""
+    if isinstance(what, Steps) or is_legacy(what.model):
+        return {}
+    _build(what)
+    held, trained = _variables(what.model), _trainable(what)
+    start, before = _values(held), _values(trained)
+
+    def train(scan_layers: bool) -> list[np.ndarray]:
+        _set(held, start)
+        keras.utils.set_random_seed(1)
+        what.trainer["scan_layers"] = scan_layers
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "scan_layers=True: ")
+            _ours(what)
+        return _values(trained)
+
+    in_loops = train(scan_layers=True)
+    if not any(choice.startswith("one loop") for choice in what.loops.values()):
+        reasons = list(what.loops.values())
+        return {"scanned": reasons[0]} if reasons else {}
+    error = weight_error(before, train(scan_layers=False), in_loops)
+    assert error <= tolerance, f"in loops, weights differ by {error:.1e} of their update"
+    return {"scanned": f"{error:.1e}"}
 
 
 def _compared_mixed(build: Callable[[], Case | Steps], policy: str) -> dict[str, Any]:
