@@ -84,7 +84,8 @@ def attention(
         causal: query t sees keys up to t + S - T only: the ends are aligned.
         scale: factor of the scores; `1 / sqrt(K)` by default.
         segment_ids: integers [B, T] of packed sequences, each of which sees itself alone; where T
-            and S differ, a tuple of [B, T] and [B, S]. None for one sequence.
+            and S differ, a tuple of [B, T] and [B, S]. None for one sequence. On a CPU, pairs of
+            blocks whose ranges of ids do not overlap are not computed: let ids ascend.
         window: query t sees keys that are less than this from t + S - T. None for keys at any
             distance.
         soft_cap: bound of the scores, as in Gemma 2. None for none.

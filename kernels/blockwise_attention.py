@@ -18,6 +18,7 @@ import tensorflow as tf
 from fastaccum.kernels import private, random_keys, xla_ops
 from fastaccum.kernels.checkpoint_name import checkpoint_name
 from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import (
     dot,
     dynamic_add_slice,
@@ -98,6 +99,38 @@ def _list_pairs(queries: Blocks, keys: Blocks, form: Form) -> np.ndarray:
     i, j = np.nonzero(begins_in_reach & ends_in_reach)
     is_first_of_row = np.diff(i, prepend=-1) > 0
     return np.stack([i, j, is_first_of_row]).astype("int32")
+
+
+def _needed_pairs(
+    pairs: np.ndarray, queries: Blocks, keys: Blocks, segments: tuple[tf.Tensor, tf.Tensor]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Puts the pairs of blocks that may have a segment in common first, and counts them.
+
+    The ranges of ids in two blocks overlap if they have one in common. Where ids ascend, as those
+    of documents in packed rows, hardly any others overlap.
+    """
+
+    def ranges(ids_BT: tf.Tensor, blocks: Blocks) -> tuple[tf.Tensor, tf.Tensor]:
+        places = np.minimum(np.arange(blocks.pieces * blocks.length), blocks.size - 1)
+        ids_Bnq = tf.reshape(tf.gather(ids_BT, places, axis=1), [-1, blocks.pieces, blocks.length])
+        return tf.reduce_min(ids_Bnq, 2), tf.reduce_max(ids_Bnq, 2)
+
+    i, j, _ = pairs
+    query_least_Bn, query_most_Bn = ranges(segments[0], queries)
+    key_least_Bs, key_most_Bs = ranges(segments[1], keys)
+    begins_before = tf.gather(query_least_Bn, i, axis=1) <= tf.gather(key_most_Bs, j, axis=1)
+    ends_after = tf.gather(query_most_Bn, i, axis=1) >= tf.gather(key_least_Bs, j, axis=1)
+    is_needed = tf.reduce_any(begins_before & ends_after, 0)
+
+    count = len(i)
+    # The place of the first pair up to which n are needed, for n = 1, 2, ...
+    needed_so_far = tf.cumsum(tf.cast(is_needed, tf.int32))
+    order = tf.minimum(tf.searchsorted(needed_so_far, tf.range(1, count + 1)), count - 1)
+    i = tf.gather(i, order)
+    j = tf.gather(j, order)
+    is_first_of_row = tf.concat([[True], i[1:] != i[:-1]], 0)
+    pairs_in_order = tf.stack([i, j, tf.cast(is_first_of_row, tf.int32)])
+    return pairs_in_order, tf.reduce_sum(tf.cast(is_needed, tf.int32))
 
 
 def _make_mask(
@@ -236,13 +269,9 @@ class _Grid(NamedTuple):
     queries: Blocks
     keys: Blocks
     pairs: tf.Tensor  # of `_list_pairs`
+    steps: int | tf.Tensor  # how many of the pairs are computed: a loop's turns
     seen: Callable[..., tf.Tensor | None]  # of `_make_mask`
     factor: Callable[..., Any]  # of `make_dropout`
-
-    @property
-    def steps(self) -> int:
-        """Number of pairs, which is that of a loop's turns."""
-        return self.pairs.shape[1]
 
     def pair(self, p: tf.Tensor, query_nNqK: tf.Tensor, key_sNkK: tf.Tensor) -> _Pair:
         """Computes the scores of pair p."""
@@ -273,10 +302,15 @@ def blockwise_attention(
     groups = key.shape[2]
     queries = _cut(query.shape[1], block_size)
     keys = _cut(key.shape[1], block_size)
-    pairs = tf.constant(_list_pairs(queries, keys, form))
+    listed_pairs = _list_pairs(queries, keys, form)
+    pairs = tf.constant(listed_pairs)
+    steps: int | tf.Tensor = len(listed_pairs[0])
+    if form.segments is not None and not has_gpu():
+        # A GPU would ask the host before every turn of a loop whose turns are not known.
+        pairs, steps = _needed_pairs(listed_pairs, queries, keys, form.segments)
     seen = _make_mask(queries, keys, form, groups, query.shape[2] // groups)
     factor = make_dropout(form, query, groups, queries, keys)
-    grid = _Grid(form, queries, keys, pairs, seen, factor)
+    grid = _Grid(form, queries, keys, pairs, steps, seen, factor)
 
     @custom_gradient
     def run(query, key, value):
@@ -300,7 +334,7 @@ def blockwise_attention(
             # Of a loop of one turn XLA would keep the weights, and which of them are dropped:
             # behind a barrier it computes the scores again.
             tied_query_nNqK = query_nNqK
-            if grid.steps == 1 and xla_ops.in_xla():
+            if grid.pairs.shape[1] == 1 and xla_ops.in_xla():
                 tied_query_nNqK, doutput_nNqK, zero = private.xla.optimization_barrier(
                     query_nNqK, doutput_nNqK, zero
                 )

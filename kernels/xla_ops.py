@@ -28,9 +28,14 @@ def in_xla() -> bool:
 
 
 def loop(
-    steps: int, body: Callable[..., Sequence[Any]], values: Sequence[Any], at_once: int = 1
+    steps: int | tf.Tensor,
+    body: Callable[..., Sequence[Any]],
+    values: Sequence[Any],
+    at_once: int = 1,
 ) -> list[Any]:
-    """Runs `for i in range(steps): values = body(i, *values)` as one loop of known trip count.
+    """Runs `for i in range(steps): values = body(i, *values)` as one loop.
+
+    Its trip count is known if `steps` is an int.
 
     Each of the values is a tensor, a TensorArray or a nest of them, and keeps its structure, shapes
     and dtypes. Without XLA `at_once` turns may run at a time, where one does not wait for what
@@ -286,7 +291,11 @@ def dynamic_update_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Size
 
 def dynamic_add_slice(whole: tf.Tensor, part: tf.Tensor, start: Sequence[Size]) -> tf.Tensor:
     """Returns `whole` with `part` added at `start`: in place, once compiled."""
-    before = tf.slice(whole, start, tf.shape(part))
+    if in_xla():
+        # Of tf.slice, XLA would compile a program for each start that follows from an argument.
+        before = private.xla.dynamic_slice(whole, tf.stack(start), tf.shape(part))
+    else:
+        before = tf.slice(whole, start, tf.shape(part))
     return dynamic_update_slice(whole, before + part, start)
 
 

@@ -14,7 +14,12 @@ import tensorflow as tf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastaccum.kernels import attention, attention_implementation, cudnn_attention
+from fastaccum.kernels import (
+    attention,
+    attention_implementation,
+    blockwise_attention,
+    cudnn_attention,
+)
 from fastaccum.kernels.blockwise_attention import Form, reference_attention
 from fastaccum.step import compiler_ir as compiled
 from fastaccum.step.program import Program
@@ -972,3 +977,46 @@ def test_second_derivatives_are_refused(jit_compile):
         run = tf.function(run, jit_compile=jit_compile, autograph=False)
     with pytest.raises(Exception, match="no second derivatives"):
         run(query)
+
+
+def test_blocks_of_other_segments_are_left_out_on_a_cpu():
+    """Only pairs with a segment in common come first, and are counted."""
+    queries = blockwise_attention._cut(64, 8)
+    form = blockwise_attention.Form(1.0, causal=True)
+    pairs = blockwise_attention._list_pairs(queries, queries, form)
+    for ids in (np.repeat(np.arange(8), 8), np.repeat([1, 2, 9], [20, 20, 24]), np.zeros(64)):
+        ids = np.stack([ids, np.sort(ids)]).astype("int32")
+        ordered, count = blockwise_attention._needed_pairs(pairs, queries, queries, (ids, ids))
+        blocks = ids.reshape(2, 8, 8)
+        needed = {(i, j) for i, j, _ in pairs.T if any(set(row[i]) & set(row[j]) for row in blocks)}
+        found = ordered.numpy()[:, : int(count)].T
+        assert {(i, j) for i, j, _ in found} == needed
+        assert [first for _, _, first in found] == [
+            int(k == 0 or found[k][0] != found[k - 1][0]) for k in range(len(found))
+        ]
+
+
+def test_one_program_serves_all_segments():
+    """XLA compiles anew for other values of an argument that some operations take as a constant."""
+    query = tf.random.stateless_normal([1, 32, 2, 4], [0, 0])
+
+    @tf.function(jit_compile=True)
+    def gradient(segment_ids):
+        with tf.GradientTape() as tape:
+            tape.watch(query)
+            output = attention(
+                query,
+                query,
+                query,
+                causal=True,
+                segment_ids=segment_ids,
+                block_size=8,
+                implementation="blockwise",
+            )
+        return tape.gradient(output, query)
+
+    programs = {
+        gradient.experimental_get_compiler_ir(tf.constant(ids, tf.int32))(stage="hlo")
+        for ids in (np.zeros((1, 32)), np.arange(32)[None] // 8)
+    }
+    assert len(programs) == 1
