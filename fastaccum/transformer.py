@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras import ops
 
 from fastaccum.checks import naming, object_name, one_of, shown, true_or_false, whole_number
+from fastaccum.kernels import trace_context
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.hoisted_casts import table
@@ -84,7 +85,11 @@ class LearnedPositions(ContextLimit):
         self.table_TD = self.add_weight((self.context, x_shape[-1]), _normal(1, 0.5), name="table")
 
     def call(self, x_BTD: tf.Tensor) -> tf.Tensor:
-        return super().call(x_BTD) + self.table_TD[: ops.shape(x_BTD)[1]]
+        x_BTD = super().call(x_BTD)
+        documents = trace_context.current().documents
+        if documents is not None:
+            return x_BTD + tf.gather(self.table_TD, documents.positions)
+        return x_BTD + self.table_TD[: ops.shape(x_BTD)[1]]
 
 
 class _AttentionLayer(keras.layers.Layer):
@@ -149,7 +154,9 @@ class CausalSelfAttention(_AttentionLayer):
             sin_T1K = table(_rotary, time, self.head_width, True, dtype=dtype)
             q_BTHK = _rotate(q_BTHK, cos_T1K, sin_T1K)
             k_BTGK = _rotate(k_BTGK, cos_T1K, sin_T1K)
-        output_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True)
+        documents = trace_context.current().documents
+        segment_ids = None if documents is None else documents.ids
+        output_BTHK = attention(q_BTHK, k_BTGK, v_BTGK, causal=True, segment_ids=segment_ids)
         return self.out(ops.reshape(output_BTHK, ops.shape(x_BTD)))
 
 

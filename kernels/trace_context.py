@@ -29,6 +29,13 @@ class Casts(NamedTuple):
 NO_CASTS = Casts()
 
 
+class Documents(NamedTuple):
+    """The documents of packed rows, of whose tokens none sees another document's."""
+
+    ids: tf.Tensor  # int32 [B, T], ascending; padding has one of its own
+    positions: tf.Tensor  # int32 [B, T], within documents
+
+
 @dataclasses.dataclass(frozen=True)
 class TraceContext:
     """Holds what kernels find while a micro-batch's forward and backward pass are traced."""
@@ -44,6 +51,7 @@ class TraceContext:
     hoists_keys: bool = False
     # for `keras.ops.dot_product_attention`; None for Keras's formula
     attention: Callable[..., tf.Tensor] | None = None
+    documents: Documents | None = None  # None where each row is one document
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

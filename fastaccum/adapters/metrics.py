@@ -238,7 +238,9 @@ class Metrics:
         y_true = batch.y_true[output]
         y_pred = batch.y_pred[output]
         valid = None if self.need_exact_rows else batch.valid[output]
-        weight = undiluted(metric, valid, sample_weight)
+        weight = sample_weight
+        if not batch.by_element:
+            weight = undiluted(metric, valid, sample_weight)
 
         labels = scored.get(output)
         if labels is not None:

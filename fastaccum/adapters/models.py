@@ -20,10 +20,11 @@ from fastaccum.adapters.metrics import Metrics
 from fastaccum.adapters.model_state import ModelState
 from fastaccum.adapters.outputs import Outputs
 from fastaccum.basics.attributes import Nest, Variable, kinds, package, raw, replaced
+from fastaccum.basics.packed_rows import PackedRows, model_inputs
 from fastaccum.basics.warnings import without_arguments
 from fastaccum.graphs import jit_choice, traces
 from fastaccum.kernels import private
-from fastaccum.layers import lookups
+from fastaccum.layers import documents, lookups
 from fastaccum.layers.chains import ChainSearch
 from fastaccum.layers.interceptors import intercepting
 from fastaccum.layers.scan import ProbedLayers, probe_layers
@@ -58,18 +59,19 @@ class Model(ModelState):
 
     def symbolic_call(self, x: Nest, training: bool) -> Nest:
         """Builds the model, and returns output specs for input specs `x`, a nest of TensorSpecs."""
-        with _naming(x):
+        inputs = model_inputs(x)
+        with _naming(inputs):
             try:
                 # A functional model asks layers for their specs, and casts nothing that it is
                 # given, nor adds an axis, as a call does.
-                if self._adds_axes(x):
-                    outputs = self._traced_specs(x, training)
+                if self._adds_axes(inputs):
+                    outputs = self._traced_specs(inputs, training)
                 else:
-                    outputs = self.model(_as_keras_tensors(x), training=training)
+                    outputs = self.model(_as_keras_tensors(inputs), training=training)
             except (TypeError, ValueError):
                 if not self.model.built:
                     raise
-                outputs = self._traced_specs(x, training)
+                outputs = self._traced_specs(inputs, training)
         if self.may_do_more:
             self._note_calls(x)
         return outputs
@@ -91,6 +93,7 @@ class Model(ModelState):
 
         Keras drops what is too many.
         """
+        x = model_inputs(x)
         expected = len(tf.nest.flatten(getattr(self.model, "inputs", None) or []))
         if expected == 0 or not isinstance(x, (list, tuple)):
             return
@@ -133,6 +136,9 @@ class Model(ModelState):
         return getattr(self.model, "preprocess_samples", None)
 
     def __call__(self, x: Nest, training: bool) -> Nest:
+        if isinstance(x, PackedRows):
+            with documents.kept_apart(x):
+                return self(x.inputs, training)
         with replaced(added_losses.mark_regularizers(self.layers)), _naming(x):
             outputs = self.model(x, training=training)
         rows = tf.nest.flatten(x)[0].shape[0]

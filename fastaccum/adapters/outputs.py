@@ -39,6 +39,9 @@ class Matched(NamedTuple):
     sample_weight: list[tf.Tensor | None]
     # Bool [rows], or [rows, length] of a target's elements; None where all are valid.
     valid: Sequence[tf.Tensor | None]
+    # True where valid elements count alike in whichever row they are; else metrics that are means
+    # of rows' means give each row the same weight, as Keras does without padding.
+    by_element: bool = False
 
 
 class Outputs:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.basics.packed_rows import PackedRows
 from fastaccum.data import rows
 from fastaccum.data.arrays import ArraySource, ArrayStacks
 from fastaccum.data.datasets import DatasetSource, DatasetStacks
@@ -58,6 +59,8 @@ def make_data_source(
     weigh = None
     if class_weight is not None:
         weigh = functools.partial(_weigh, class_weight, sparse_labels)
+    if _holds_packed_rows(x):
+        preprocess = None
     require_some(what, x)
     checks.require_nest("y", y)
     checks.require_nest("sample_weight", sample_weight)
@@ -94,6 +97,13 @@ def make_data_source(
     return DatasetSource(x, what, shuffle, weigh, steps, needs_targets, text)
 
 
+def _holds_packed_rows(x: object) -> bool:
+    """Tells if x is a dataset whose inputs `pack` has made of preprocessed documents."""
+    if not isinstance(x, tf.data.Dataset) or not isinstance(x.element_spec, tuple):
+        return False
+    return isinstance(x.element_spec[0], PackedRows)
+
+
 def require_some(what: str, x: object) -> None:
     """Raises TypeError or ValueError for an x that holds nothing, or cannot be taken apart."""
     checks.require_nest(what, x)
@@ -106,6 +116,11 @@ def require_some(what: str, x: object) -> None:
 def require_predictable(x: object, text: bool) -> None:
     """Raises TypeError or ValueError for arrays of no numbers or text, of unequal rows or none."""
     require_some("x", x)
+    if _holds_packed_rows(x) or isinstance(x, PackedRows):
+        raise ValueError(
+            "x holds packed rows, which `fit` and `evaluate` take: pass `predict` the documents, "
+            "padded where they differ in length."
+        )
     is_ragged = any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x))
     if rows.is_array_nest(x) and not is_ragged:
         row_count = rows.count("x: its arrays", rows.as_arrays((x, None, None), text))

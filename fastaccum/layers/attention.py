@@ -46,6 +46,10 @@ _SMALL_ON_GPU = 2**26
 _SHORT_ON_CPU = 512
 _SHORT_ON_GPU = 2048
 
+# Tokens of a call with documents from which on the mode "auto" fuses it on a CPU, whatever its
+# scores take: blocks of other documents are left out.
+_LONG_FOR_DOCUMENTS = 512
+
 # Reasons why a call is left to the layer.
 _OWN_FORMULA = "a formula of the layer's own"
 _UNREADABLE = "a mask that cannot be read as causal, a window, padding or documents"
@@ -248,10 +252,17 @@ class FusedAttention:
         too_small = None
         if self._mode == "auto":
             too_small = _why_too_small(query, key)
-        if too_small is not None and not (has_gpu() and query.dtype in HALF):
+        may_be_cudnn = has_gpu() and query.dtype in HALF
+        tokens = min(query.shape[1], key.shape[1])
+        may_skip_blocks = not has_gpu() and mask is not None and tokens >= _LONG_FOR_DOCUMENTS
+        if too_small is not None and not (may_be_cudnn or may_skip_blocks):
             raise _NotFused(too_small)
 
         parts = self._read_parts(query.shape[1], key.shape[1], mask, is_causal, window)
+        if may_skip_blocks and parts.documents is not None:
+            too_small = None
+        if too_small is not None and not may_be_cudnn:
+            raise _NotFused(too_small)
         causal = parts.after == 0
         window = None
         if parts.before is not None:
@@ -395,6 +406,11 @@ def _warn_of_keras() -> None:
         "so layers that call keras.ops.dot_product_attention take their own formula, which holds "
         "the scores of all tokens. Install a version that pyproject.toml allows."
     )
+
+
+def unfused(query: Any, key: Any, value: Any, **options: Any) -> tf.Tensor:
+    """Computes `keras.ops.dot_product_attention` by Keras's own formula."""
+    return _UNFUSED(query, key, value, **options)
 
 
 # Keras's own formula; None with a release that keeps it where `private` does not look.

@@ -45,6 +45,7 @@ class Role(enum.IntEnum):
     RECOMPUTE = enum.auto()  # runs what it wraps again in the backward pass
     LOOP = enum.auto()  # runs layers that repeat in a loop
     OBSERVE = enum.auto()  # looks at arguments or results
+    DOCUMENTS = enum.auto()  # keeps the documents of packed rows apart
     BYPASS = enum.auto()  # returns the input unchanged, since the loss computes the layer
 
 

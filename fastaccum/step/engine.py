@@ -13,9 +13,10 @@ import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum.basics.attributes import replaced
+from fastaccum.basics.packed_rows import PackedRows
 from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Dispatch
-from fastaccum.step import compilable
+from fastaccum.step import compilable, document_check
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.program import Program
 from fastaccum.step.running_state import Executed, RunningState
@@ -65,6 +66,7 @@ class Engine(abc.ABC):
     sharing: int = 1
     admission: MemoryAdmission | None = None
     shapes_are_free: bool = False
+    _keeps_documents_apart = False  # true once that is known of the model
 
     @property
     @abc.abstractmethod
@@ -127,8 +129,10 @@ class Engine(abc.ABC):
     def dispatch(self, dispatch: Dispatch) -> Executed:
         """Runs a dispatch, on a GPU without a wait.
 
-        Raises ValueError if XLA cannot compile it, and OutOfMemoryError.
+        Raises ValueError if XLA cannot compile it, or if its rows are packed and the model mixes
+        their documents; and OutOfMemoryError.
         """
+        self._require_documents_apart(dispatch)
         try:
             return self._dispatch(dispatch)
         except Exception as error:
@@ -139,10 +143,19 @@ class Engine(abc.ABC):
 
         The check raises ValueError for indices out of range.
         """
+        self._require_documents_apart(dispatch)
         try:
             return self._evaluate_dispatch(dispatch)
         except Exception as error:
             self._reraise(error)
+
+    def _require_documents_apart(self, dispatch: Dispatch) -> None:
+        x = dispatch.stacks[0].x
+        if self._keeps_documents_apart or not isinstance(x, PackedRows):
+            return
+        document_check.require_packable(self.objective)
+        document_check.require_documents_apart(self.objective, x)
+        self._keeps_documents_apart = True
 
     def require(self, executed: Executed, dispatch: Dispatch) -> None:
         """Waits for a dispatch.

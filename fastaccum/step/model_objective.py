@@ -19,11 +19,12 @@ from fastaccum.adapters.outputs import Matched, Outputs
 from fastaccum.adapters.own_loss import OwnLoss, Reduction, named_weights
 from fastaccum.adapters.scalar_losses import Factor, divide_out
 from fastaccum.basics.attributes import Nest, Variable, raw, restored
+from fastaccum.basics.packed_rows import PackedRows
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.graphs.traces import COMPILED
 from fastaccum.kernels.shapes import as_float, lengths
 from fastaccum.kernels.xla_ops import loop
-from fastaccum.layers import forms, lookups
+from fastaccum.layers import documents, forms, lookups
 from fastaccum.layers.attention import FusedAttention
 from fastaccum.layers.interceptors import Interceptor, intercepting
 from fastaccum.layers.scan import ScannedLayers
@@ -379,13 +380,17 @@ class ModelObjective(Objective):
         """Matches a micro-batch's targets and weights with the outputs."""
         y, y_pred = self.model.matched(batch.x, batch.y, y_pred)
         # Where losses and metrics may differ in their targets, `compute_loss` has those of losses.
-        return self.outputs.matched_for_metrics(y, y_pred, batch.weights, self._valid(batch))
+        valid = self._valid(batch)
+        matched = self.outputs.matched_for_metrics(y, y_pred, batch.weights, valid)
+        return matched._replace(by_element=isinstance(batch.x, PackedRows))
 
     def _valid(self, batch: Batch) -> list[tf.Tensor | None]:
         """Lists by output which elements are no padding, in valid rows; None where all are."""
         rows = batch.mask
         unpadded: list[tf.Tensor | None] = [None] * len(self.outputs.names)
-        if tf.nest.flatten(batch.real):
+        if isinstance(batch.x, PackedRows):
+            unpadded = [batch.x.predicts] * len(self.outputs.names)
+        elif tf.nest.flatten(batch.real):
             unpadded = self.outputs.targets_of_metrics(batch.real)
         valid: list[tf.Tensor | None] = []
         for elements in unpadded:
@@ -477,6 +482,7 @@ class ModelObjective(Objective):
         if self.attention is not None:
             interceptors += self.attention.make_forms(called)
             answering = self.attention.entered()
+        interceptors += documents.make_interceptors(called)
         if loops:
             interceptors += self.scanned.make_loops()
         with answering, intercepting([*interceptors, *fp32]):

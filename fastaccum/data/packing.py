@@ -1,0 +1,338 @@
+"""Packs documents of any length into rows of one length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from fastaccum import checks
+from fastaccum.basics.attributes import Nest
+from fastaccum.basics.packed_rows import PackedRows
+
+# Keys of KerasHub's inputs.
+_IDS = "token_ids"
+_PADDING = "padding_mask"
+
+
+def pack(
+    dataset: Any,
+    length: int,
+    *,
+    buffer_size: int = 1000,
+    longer: Literal["cut", "raise"] = "cut",
+    drop_remainder: bool = False,
+    seed: int | None = None,
+) -> tf.data.Dataset:
+    """Packs documents of any length into rows of `length` tokens, with little padding.
+
+    The rows are for `Trainer.fit` and `Trainer.evaluate`, after `.batch(...)`. There no document
+    sees another one, positions start again with each, and losses, weights and metrics count its
+    tokens. So an update on packed rows equals that on the same documents, each in a row of its own
+    without padding, to float32 rounding. A model for which that does not hold is refused.
+
+    Each `buffer_size` documents are packed by themselves, by first-fit decreasing (Johnson 1973):
+
+        for document in sorted(documents, key=len, reverse=True):
+            row = the first row with room for the document, or a new row
+            row.append(document)
+
+    Of documents of log-normal lengths (median 180 tokens, sigma 1) in rows of 2,048 and buffers of
+    1,000, 99% of the rows' tokens are real.
+
+    Args:
+        dataset: a `tf.data.Dataset` of single examples, not batched: `x`, `(x, y)` or
+            `(x, y, sample_weight)`. x is a vector of ids [tokens], or a dict of arrays
+            [tokens, ...], such as KerasHub's preprocessors make; `padding_mask` among them says
+            which tokens are real, and others are left out. y and sample_weight have one entry for
+            each token. Without y, the target of a token is the next id, and the last token of a
+            document has none. It may also be a list of such examples, a generator of them, which is
+            read whole, or a `tf.RaggedTensor` of ids.
+        length: tokens in a row.
+        buffer_size: documents that are packed together. More fill rows better.
+        longer: what becomes of a document of more tokens than `length`: "cut" it into documents of
+            `length` tokens and a rest, or "raise" an error.
+        drop_remainder: leave out the last row of each buffer, with its documents, unless it is
+            full.
+        seed: draws the order of the rows of each buffer, the same in each pass. None for the order
+            of their first documents.
+
+    Returns:
+        A dataset of `(x, y)` or `(x, y, sample_weight)`, whose x is a named tuple of the model's
+        inputs and of what tells documents apart, and where padding is 0.
+
+    Raises:
+        TypeError: raised for a dataset that holds no examples of vectors.
+        ValueError: raised for examples whose parts differ in length, and, as
+            `tf.errors.InvalidArgumentError` while a `tf.data.Dataset` is read, for a document
+            without tokens or, with `longer="raise"`, one that is too long.
+
+    >>> documents = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
+    >>> for x, y in pack(documents, length=8):
+    ...     print(x.inputs.numpy(), x.documents.numpy())
+    [ 1  2  3  4  5  8  9 10] [1 1 1 1 1 2 2 2]
+    [6 7 0 0 0 0 0 0] [1 1 0 0 0 0 0 0]
+    """
+    length = checks.whole_number("length", length)
+    buffer_size = checks.whole_number("buffer_size", buffer_size)
+    checks.one_of("longer", longer, ("cut", "raise"))
+    drop_remainder = checks.true_or_false("drop_remainder", drop_remainder)
+    if seed is not None:
+        seed = checks.whole_number("seed", seed, minimum=None)
+
+    documents = _as_dataset(dataset)
+    _require_vectors(documents.element_spec)
+
+    @tf.autograph.experimental.do_not_convert  # `map` would
+    def pack_buffer(number: tf.Tensor, buffer: Any) -> tuple:
+        tokens, lengths = _read(buffer)
+        if longer == "raise":
+            message = (
+                f"pack: a document is longer than length={length} tokens. Pass longer='cut', or a "
+                "larger length."
+            )
+            check = tf.debugging.assert_less_equal(lengths, length, message)
+            lengths = _after(check, lengths)
+        pieces = _cut(lengths, length)
+        rows = _first_fit_decreasing(pieces, length)
+        keeps = tf.ones_like(rows, tf.bool)
+        if drop_remainder:
+            keeps = _is_in_full_rows(rows, pieces, length)
+        rows = _in_order(rows, seed, number)
+        return _fill(tokens, pieces, rows, keeps, length)
+
+    buffers = documents.ragged_batch(buffer_size).enumerate()
+    return buffers.map(pack_buffer, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a buffer's documents, one after the other: tensors [tokens, ...]."""
+
+    x: Nest
+    y: Nest
+    sample_weight: Nest  # an empty tuple for none
+    predicts: tf.Tensor  # bool, false for a token without a target
+
+
+def _as_dataset(documents: Any) -> tf.data.Dataset:
+    """Makes a dataset of single documents."""
+    if isinstance(documents, tf.data.Dataset):
+        return documents
+    if isinstance(documents, tf.RaggedTensor):
+        return tf.data.Dataset.from_tensor_slices(documents)
+    is_examples = isinstance(documents, Iterable) and not isinstance(documents, (str, Mapping))
+    if not is_examples or isinstance(documents, (np.ndarray, tf.Tensor)):
+        raise TypeError(
+            f"dataset ({type(documents).__name__}) must be a tf.data.Dataset, a list or generator "
+            "of examples, or a tf.RaggedTensor of ids."
+        )
+    examples = [_as_arrays(example) for example in documents]
+    if not examples:
+        raise ValueError("dataset holds no document to pack.")
+
+    def join(*arrays: np.ndarray) -> tf.RaggedTensor:
+        return tf.RaggedTensor.from_row_lengths(
+            np.concatenate(arrays), [len(array) for array in arrays]
+        )
+
+    for number, example in enumerate(examples):
+        sizes = {array.shape[0] for array in tf.nest.flatten(example) if array.ndim}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"Document {number} has parts of {sorted(sizes)} tokens: x, y and sample_weight "
+                "have one entry for each token."
+            )
+        if sizes == {0}:
+            raise ValueError(f"Document {number} has no tokens: leave it out.")
+    _require_vectors(tf.nest.map_structure(tf.type_spec_from_value, examples[0]))
+    return tf.data.Dataset.from_tensor_slices(tf.nest.map_structure(join, *examples))
+
+
+def _as_arrays(example: Any) -> Nest:
+    """Returns an example of arrays; a list is a vector of ids."""
+    if isinstance(example, tuple):
+        return tuple(_as_arrays(part) for part in example if part is not None)
+    if isinstance(example, Mapping):
+        return {name: _as_arrays(part) for name, part in example.items()}
+    array = np.asarray(example)
+    return array.astype(np.int32) if array.dtype == np.int64 else array
+
+
+def _require_vectors(spec: Any) -> None:
+    """Raises TypeError or ValueError for elements that are no examples of vectors."""
+    leaves = tf.nest.flatten(spec)
+    if (isinstance(spec, tuple) and len(spec) > 3) or not leaves:
+        raise TypeError(
+            f"pack takes examples x, (x, y) or (x, y, sample_weight); these are {spec}."
+        )
+    for leaf in leaves:
+        # The slices of a ragged tensor are dense vectors.
+        is_dense = isinstance(leaf, tf.TensorSpec) or getattr(leaf, "ragged_rank", None) == 0
+        if not is_dense or leaf.shape.rank is None:
+            raise TypeError(
+                f"pack takes examples of vectors, and one holds {leaf}: pack before .batch(...)."
+            )
+        if leaf.shape.rank == 0:
+            raise ValueError(
+                "pack takes examples of vectors, one entry for each token, and one holds a scalar. "
+                "Labels of whole documents have no place in packed rows: pad or bucket these."
+            )
+        if None in leaf.shape[1:]:
+            raise ValueError(
+                f"pack takes single examples, and these have shape {leaf.shape}: pack before "
+                ".batch(...)."
+            )
+
+
+def _read(buffer: Any) -> tuple[_Tokens, tf.Tensor]:
+    """Reads documents that `ragged_batch` has joined: their tokens, and how many each has."""
+    lengths_of_leaves = [_lengths(leaf) for leaf in tf.nest.flatten(buffer)]
+    lengths = lengths_of_leaves[0]
+    message = "pack: x, y and sample_weight of a document differ in length."
+    for others in lengths_of_leaves[1:]:
+        lengths = _after(tf.debugging.assert_equal(lengths, others, message), lengths)
+
+    joined = tf.nest.map_structure(_join, buffer)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(joined)
+    has_targets = y is not None
+    y = () if y is None else y
+    sample_weight = () if sample_weight is None else sample_weight
+    is_real = None
+    if isinstance(x, Mapping) and _PADDING in x:
+        is_real = tf.cast(x[_PADDING], tf.bool)
+        document_of_token = tf.repeat(tf.range(tf.shape(lengths)[0]), lengths)
+        ones = tf.cast(is_real, tf.int32)
+        lengths = tf.math.unsorted_segment_sum(ones, document_of_token, tf.shape(lengths)[0])
+    message = "pack: a document has no tokens. Leave it out (dataset.filter)."
+    lengths = _after(tf.debugging.assert_positive(lengths, message), lengths)
+
+    def only_real(values: tf.Tensor) -> tf.Tensor:
+        return values if is_real is None else tf.boolean_mask(values, is_real)
+
+    x, y, sample_weight = tf.nest.map_structure(only_real, (x, y, sample_weight))
+    predicts = tf.ones([tf.reduce_sum(lengths)], tf.bool)
+    if not has_targets:
+        y = tf.roll(_ids(x), -1, 0)
+        last_tokens = tf.cumsum(lengths) - 1
+        has_none = tf.zeros_like(last_tokens, tf.bool)
+        predicts = tf.tensor_scatter_nd_update(predicts, last_tokens[:, None], has_none)
+        y = tf.where(predicts, y, 0)
+    return _Tokens(x, y, sample_weight, predicts), lengths
+
+
+def _lengths(leaf: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
+    """Returns the lengths of joined vectors: int32 [documents]."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.row_lengths(), tf.int32)
+    return tf.fill([tf.shape(leaf)[0]], tf.shape(leaf)[1])
+
+
+def _join(leaf: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
+    """Returns the entries of joined vectors, one after the other."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.values
+    return tf.reshape(leaf, [-1, *leaf.shape[2:]])
+
+
+def _after(check: tf.Operation | None, tensor: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor that is computed after a check, which is None where it is known to hold."""
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.identity(tensor)
+
+
+def _ids(x: Nest) -> tf.Tensor:
+    """Returns the ids among inputs, which the targets are made from."""
+    ids: Any = x
+    if isinstance(x, Mapping):
+        if _IDS not in x:
+            raise ValueError(
+                f"pack makes targets from x[{_IDS!r}], and x has {sorted(x)}: pass examples (x, y)."
+            )
+        ids = x[_IDS]
+    if not tf.is_tensor(ids) or ids.shape.rank != 1 or not ids.dtype.is_integer:
+        raise ValueError(
+            "pack makes targets from a vector of ids, integers [tokens]: pack before .batch(...), "
+            "or pass examples (x, y)."
+        )
+    return ids
+
+
+def _cut(lengths: tf.Tensor, length: int) -> tf.Tensor:
+    """Returns the lengths of pieces of at most `length` tokens, document by document: int32."""
+    full_pieces = (lengths - 1) // length
+    last = lengths - full_pieces * length
+    last_places = tf.cumsum(full_pieces + 1) - 1
+    pieces = tf.fill([last_places[-1] + 1], length)
+    return tf.tensor_scatter_nd_update(pieces, last_places[:, None], last)
+
+
+def _first_fit_decreasing(pieces: tf.Tensor, length: int) -> tf.Tensor:
+    """Returns the row of each piece, int32 [pieces]: the longest first, the first row with room."""
+    count = tf.shape(pieces)[0]
+    order = tf.argsort(pieces, direction="DESCENDING", stable=True)
+    longest_first = tf.gather(pieces, order)
+
+    def place(
+        i: tf.Tensor, room: tf.Tensor, rows: tf.TensorArray
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
+        piece = tf.gather(longest_first, i)
+        row = tf.argmax(room >= piece, output_type=tf.int32)
+        room = tf.tensor_scatter_nd_sub(room, [[row]], [piece])
+        return i + 1, room, rows.write(i, row)
+
+    rows = tf.TensorArray(tf.int32, count, element_shape=[])
+    _, _, rows = tf.while_loop(
+        lambda i, *_: i < count, place, (0, tf.fill([count], length), rows), parallel_iterations=1
+    )
+    return tf.gather(rows.stack(), tf.math.invert_permutation(order))
+
+
+def _is_in_full_rows(rows: tf.Tensor, pieces: tf.Tensor, length: int) -> tf.Tensor:
+    """Tells of each piece if it is in a row that is full, or that was not opened last."""
+    last = tf.reduce_max(rows)
+    tokens_of_last = tf.reduce_sum(tf.where(rows == last, pieces, 0))
+    return (rows != last) | (tokens_of_last == length)
+
+
+def _in_order(rows: tf.Tensor, seed: int | None, buffer: tf.Tensor) -> tf.Tensor:
+    """Renumbers the rows of pieces in the order in which they are to come."""
+    count = tf.reduce_max(rows) + 1
+    if seed is None:
+        keys = tf.math.unsorted_segment_min(tf.range(tf.shape(rows)[0]), rows, count)
+    else:
+        keys = tf.random.stateless_uniform([count], [seed, buffer])
+    return tf.gather(tf.math.invert_permutation(tf.argsort(keys)), rows)
+
+
+def _fill(
+    tokens: _Tokens, pieces: tf.Tensor, rows: tf.Tensor, keeps: tf.Tensor, length: int
+) -> tuple:
+    """Returns the rows of the pieces that are kept: x, y, perhaps weights, [rows, length, ...]."""
+    order = tf.argsort(rows, stable=True)
+    order = tf.boolean_mask(order, tf.gather(keeps, order))
+    pieces_in_order = tf.gather(pieces, order)
+    row_of_piece = tf.gather(rows, order)
+    # Rows without a piece were left out: the numbers of the others are made consecutive.
+    _, row_of_piece = tf.unique(row_of_piece)
+    tokens_of_row = tf.math.segment_sum(pieces_in_order, row_of_piece)
+
+    def to_rows(values: tf.Tensor) -> tf.Tensor:
+        by_row = tf.RaggedTensor.from_row_lengths(values, tokens_of_row, validate=False)
+        return by_row.to_tensor(shape=[None, length, *values.shape[1:]])
+
+    def fill(values: tf.Tensor) -> tf.Tensor:
+        by_piece = tf.RaggedTensor.from_row_lengths(values, pieces, validate=False)
+        return to_rows(tf.gather(by_piece, order).values)
+
+    x, y, sample_weight, predicts = tf.nest.map_structure(fill, tokens)
+    first_of_row = tf.searchsorted(row_of_piece, row_of_piece)
+    number_in_row = tf.range(tf.shape(order)[0]) - first_of_row + 1
+    documents = to_rows(tf.repeat(number_in_row, pieces_in_order))
+    positions = to_rows(tf.ragged.range(pieces_in_order).values)
+    packed = PackedRows(x, documents, positions, predicts)
+    if not tf.nest.flatten(tokens.sample_weight):
+        return packed, y
+    return packed, y, sample_weight

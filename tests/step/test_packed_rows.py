@@ -1,0 +1,520 @@
+"""Training on packed rows: an update equals that on the documents, each in a row of its own."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import fastaccum as fa
+from fastaccum.basics.packed_rows import PackedRows
+from fastaccum.layers import documents as documents_module
+
+layers = keras.layers
+ops = keras.ops
+VOCABULARY, WIDTH, LENGTH = 16, 8, 12
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+RNG = np.random.default_rng(0)
+# Of one token, of a whole row, of more; rows that are full and that are not.
+DOCUMENTS = [
+    RNG.integers(1, VOCABULARY, length).astype("int32") for length in (4, 1, 7, 12, 3, 2, 17, 5)
+]
+
+
+class Positions(layers.Layer):
+    """Token and position embeddings, as examples of keras.io have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = layers.Embedding(VOCABULARY, WIDTH)
+        self.places = layers.Embedding(LENGTH, WIDTH)
+
+    def call(self, ids):
+        return self.tokens(ids) + self.places(ops.arange(ops.shape(ids)[-1]))
+
+
+class Attention(layers.Layer):
+    """Code of one's own around `keras.ops.dot_product_attention`."""
+
+    def build(self, shape):
+        self.qkv = layers.Dense(3 * WIDTH)
+        self.qkv.build(shape)
+
+    def call(self, x):
+        batch, length = ops.shape(x)[:2]
+        qkv = ops.reshape(self.qkv(x), (batch, length, 6, WIDTH // 2))
+        q, k, v = ops.split(qkv, 3, axis=2)
+        return ops.reshape(
+            ops.dot_product_attention(q, k, v, is_causal=True), (batch, length, WIDTH)
+        )
+
+
+def blocks(attend, depth=2, embed=None):
+    """A transformer of Keras's layers."""
+    ids = keras.Input((None,), dtype="int32")
+    x = (embed or layers.Embedding(VOCABULARY, WIDTH))(ids)
+    for _ in range(depth):
+        x = x + attend()(layers.LayerNormalization()(x))
+        x = x + layers.Dense(WIDTH, "gelu")(layers.LayerNormalization()(x))
+    return keras.Model(ids, layers.Dense(VOCABULARY)(x))
+
+
+def multi_head(**options):
+    """Causal self-attention of Keras's layer."""
+    options = {"use_causal_mask": True, **options}
+
+    def attend():
+        layer = layers.MultiHeadAttention(2, WIDTH // 2)
+        return lambda x: layer(x, x, **options)
+
+    return attend
+
+
+def grouped():
+    layer = layers.GroupQueryAttention(WIDTH // 2, 2, 1)
+    return lambda x: layer(x, x, use_causal_mask=True)
+
+
+def with_lora():
+    model = blocks(multi_head())
+    for layer in model.layers:
+        if isinstance(layer, layers.Dense):
+            layer.enable_lora(2)
+            layer.lora_kernel_b.assign(np.full(layer.lora_kernel_b.shape, 0.1))
+    return model
+
+
+def gpt(**options):
+    return fa.gpt(VOCABULARY, LENGTH, WIDTH, 2, 2, **options)
+
+
+MODELS = {
+    "multi-head": lambda: blocks(multi_head()),
+    "bidirectional": lambda: blocks(multi_head(use_causal_mask=False)),
+    "grouped": lambda: blocks(grouped),
+    "dot_product_attention": lambda: blocks(Attention),
+    "learned positions": lambda: blocks(multi_head(), embed=Positions()),
+    "lora": with_lora,
+    "fa.gpt": gpt,
+    "fa.gpt, learned positions": lambda: gpt(positions="learned"),
+    "fa.gpt, stacked": lambda: gpt(stacked=True),
+}
+
+
+def pieces():
+    """Documents of a row at most, with their targets, and which of them count."""
+    for document in DOCUMENTS:
+        y = np.append(document[1:], 0)
+        counts = np.arange(len(document)) < len(document) - 1
+        for start in range(0, len(document), LENGTH):
+            part = slice(start, start + LENGTH)
+            yield document[part], y[part], counts[part]
+
+
+def expected_update(model):
+    """The weights after SGD(0.1) on the mean over targets, each document called by itself."""
+    total, count = 0.0, 0
+    with tf.GradientTape() as tape:
+        for x, y, counts in pieces():
+            logits = model(x[None], training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(y[None], logits, from_logits=True)
+            total += tf.reduce_sum(losses * counts[None].astype("float32"))
+            count += counts.sum()
+        loss = total / float(count)
+    variables = [variable.value for variable in model.trainable_variables]
+    gradients = tape.gradient(loss, variables)
+    weights = [
+        variable.numpy() - 0.1 * tf.convert_to_tensor(gradient).numpy()
+        for variable, gradient in zip(variables, gradients, strict=True)
+    ]
+    return weights, float(loss)
+
+
+def trainer_of(model, rows, loss=LOSS, **options):
+    options = {"gradient_accumulation_steps": rows, **options}
+    return fa.Trainer(model, keras.optimizers.SGD(0.1), loss, **options)
+
+
+def rows_of(documents=DOCUMENTS):
+    dataset = fa.pack(documents, LENGTH)
+    return dataset, len(list(dataset))
+
+
+def error(before, expected, model):
+    """The largest difference of a weight, as a fraction of the largest update."""
+    largest = max(np.abs(b - a).max() for a, b in zip(before, expected, strict=True))
+    differences = [
+        np.abs(variable.numpy() - weight).max()
+        for variable, weight in zip(model.trainable_variables, expected, strict=True)
+    ]
+    return max(differences) / largest
+
+
+def weights_of(model):
+    return [variable.numpy() for variable in model.trainable_variables]
+
+
+def some_slow(names, quick=(), sample=()):
+    """Parameters of which those not in `quick` are slow, and run in CI if they are in `sample`."""
+    parameters = []
+    for name in names:
+        marks = [] if name in quick else [pytest.mark.slow]
+        if name in sample:
+            marks.append(pytest.mark.sample)
+        parameters.append(pytest.param(name, marks=marks, id=str(name)))
+    return parameters
+
+
+@pytest.mark.parametrize("name", some_slow(MODELS, ("learned positions",), ("fa.gpt, stacked",)))
+def test_an_update_is_that_of_the_documents_alone(name):
+    keras.utils.set_random_seed(0)
+    model = MODELS[name]()
+    before = weights_of(model)
+    expected, loss = expected_update(model)
+    rows, count = rows_of()
+    logs = trainer_of(model, count).fit(rows.batch(1), verbose=0).history
+    assert error(before, expected, model) < 2e-5
+    assert logs["loss"][0] == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": fa.LinearCrossEntropy()},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"jit_compile": False},
+                {"scan_layers": True},
+                {"flash_attention": True},
+                {"flash_attention": False},
+                {"remat": True},
+            )
+        ),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_of_the_trainer_keep_documents_apart(options):
+    keras.utils.set_random_seed(0)
+    model = blocks(multi_head(), embed=Positions())
+    before = weights_of(model)
+    expected, _ = expected_update(model)
+    rows, count = rows_of()
+    if options.pop("remat", False):
+        fa.remat(model)
+    trainer_of(model, count, **options).fit(rows.batch(1), verbose=0)
+    assert error(before, expected, model) < 2e-5
+
+
+@pytest.mark.parametrize("batch_size", some_slow([1, 2, 3], [2]))
+def test_rows_in_micro_batches_of_any_size_make_the_same_update(batch_size):
+    keras.utils.set_random_seed(0)
+    model = blocks(multi_head(), depth=1)
+    before = weights_of(model)
+    expected, _ = expected_update(model)
+    rows, count = rows_of()
+    trainer_of(model, -(-count // batch_size), jit_compile=False).fit(
+        rows.batch(batch_size), verbose=0
+    )
+    assert error(before, expected, model) < 2e-5
+
+
+def test_weights_and_metrics_count_tokens():
+    keras.utils.set_random_seed(0)
+    model = blocks(multi_head(), depth=1)
+    examples = [(d, np.roll(d, -1), np.linspace(0, 2, len(d)).astype("float32")) for d in DOCUMENTS]
+    losses, hits, weighted_hits, weights = [], [], [], []
+    for x, y, weight in examples:
+        for start in range(0, len(x), LENGTH):
+            part = slice(start, start + LENGTH)
+            logits = model(x[None, part]).numpy()[0]
+            losses += (
+                keras.losses.sparse_categorical_crossentropy(y[part], logits, from_logits=True)
+                .numpy()
+                .tolist()
+            )
+            hits += (logits.argmax(-1) == y[part]).tolist()
+            weights += weight[part].tolist()
+    weighted_hits = np.dot(hits, weights) / np.sum(weights)
+    trainer = fa.Trainer(
+        model,
+        keras.optimizers.SGD(0.1),
+        LOSS,
+        metrics=["accuracy"],
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
+    )
+    logs = trainer.evaluate(fa.pack(examples, LENGTH).batch(2), return_dict=True, verbose=0)
+    assert logs["loss"] == pytest.approx(np.dot(losses, weights) / len(losses), rel=1e-5)
+    assert logs["accuracy"] == pytest.approx(np.mean(hits), rel=1e-5)
+    assert logs["weighted"] == pytest.approx(weighted_hits, rel=1e-5)
+
+
+def train_with(monkeypatch, change):
+    """The error of an update on rows that `change` has spoiled, past the check of the model."""
+    keras.utils.set_random_seed(0)
+    model = blocks(multi_head(), depth=1, embed=Positions())
+    before = weights_of(model)
+    expected, _ = expected_update(model)
+    rows, count = rows_of()
+    trainer = trainer_of(model, count, jit_compile=False)
+    monkeypatch.setattr("fastaccum.step.document_check.require_documents_apart", lambda *_: None)
+    trainer.fit(rows.map(change).batch(1), verbose=0)
+    return error(before, expected, model)
+
+
+def test_the_control_passes(monkeypatch):
+    assert train_with(monkeypatch, lambda x, y: (x, y)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: x._replace(documents=tf.ones_like(x.documents)),  # segments left out
+        lambda x: x._replace(positions=tf.range(LENGTH)),  # positions that go on
+        lambda x: x._replace(predicts=x.documents > 0),  # a target across a boundary
+    ],
+    ids=["segments", "positions", "targets"],
+)
+def test_wrong_rows_make_another_update(monkeypatch, spoil):
+    assert train_with(monkeypatch, lambda x, y: (spoil(x), y)) > 1e-3
+
+
+def test_a_mean_of_means_of_rows_is_another_update():
+    keras.utils.set_random_seed(0)
+    model = blocks(multi_head(), depth=1, embed=Positions())
+    before = weights_of(model)
+    expected, _ = expected_update(model)
+    rows, count = rows_of()
+    total = [0.0] * len(before)
+    trainer = trainer_of(model, 1, jit_compile=False)
+    for x, y in rows.batch(1):
+        for variable, weight in zip(model.trainable_variables, before, strict=True):
+            variable.assign(weight)
+        trainer.fit(tf.data.Dataset.from_tensors((x, y)), verbose=0)
+        for i, weight in enumerate(weights_of(model)):
+            total[i] = total[i] + (weight - before[i]) / count
+    for variable, weight, update in zip(model.trainable_variables, before, total, strict=True):
+        variable.assign(weight + update)
+    assert error(before, expected, model) > 1e-3
+
+
+class OwnAttention(layers.Layer):
+    def build(self, shape):
+        self.query = layers.Dense(WIDTH)
+        self.query.build(shape)
+
+    def call(self, x):
+        return ops.softmax(self.query(x) @ ops.transpose(x, (0, 2, 1))) @ x
+
+
+class Gated(layers.Layer):
+    """Lets other tokens in by a gate that is 0 before the training."""
+
+    def build(self, shape):
+        self.gate = self.add_weight((), initializer="zeros")
+
+    def call(self, x):
+        return x + self.gate * ops.mean(x, axis=1, keepdims=True)
+
+
+class Shifted(layers.Layer):
+    def call(self, x):
+        return ops.roll(x, 1, axis=1)
+
+
+class Table(layers.Layer):
+    """Positions of its own, which are 0 before the training."""
+
+    def build(self, shape):
+        self.table = self.add_weight((LENGTH, WIDTH), initializer="zeros")
+
+    def call(self, x):
+        return x + self.table[: ops.shape(x)[1]]
+
+
+class Waves(layers.Layer):
+    def call(self, x):
+        return x + ops.sin(ops.arange(ops.shape(x)[1], dtype="float32"))[None, :, None]
+
+
+MIXING = {
+    "LSTM": lambda: layers.LSTM(WIDTH, return_sequences=True),
+    "GRU": lambda: layers.GRU(WIDTH, return_sequences=True),
+    "SimpleRNN": lambda: layers.SimpleRNN(WIDTH, return_sequences=True),
+    "Conv1D": lambda: layers.Conv1D(WIDTH, 3, padding="same"),
+    "Conv1D, causal": lambda: layers.Conv1D(WIDTH, 2, padding="causal"),
+    "Conv1D, dilated": lambda: layers.Conv1D(WIDTH, 2, padding="causal", dilation_rate=5),
+    "DepthwiseConv1D": lambda: layers.DepthwiseConv1D(3, padding="same"),
+    "AveragePooling1D": lambda: layers.AveragePooling1D(3, 1, padding="same"),
+    "MaxPooling1D": lambda: layers.MaxPooling1D(3, 1, padding="same"),
+    "BatchNormalization": lambda: layers.BatchNormalization(),
+    "GroupNormalization": lambda: layers.GroupNormalization(2),
+    "Attention": lambda: lambda x: layers.Attention()([x, x]),
+    "AdditiveAttention": lambda: lambda x: layers.AdditiveAttention()([x, x]),
+    "GlobalAveragePooling1D": lambda: (
+        lambda x: x + layers.Reshape((1, WIDTH))(layers.GlobalAveragePooling1D()(x))
+    ),
+    "OwnAttention": OwnAttention,
+    "Gated": Gated,
+    "Shifted": Shifted,
+}
+
+
+def refusal_of(make):
+    """The error of a fit of a model with one layer between, which moved no weight."""
+    keras.utils.set_random_seed(0)
+    model = blocks(make, depth=1)
+    before = weights_of(model)
+    with pytest.raises(ValueError, match="packed rows") as raised:
+        trainer_of(model, 2).fit(rows_of()[0].batch(1), verbose=0)
+    for weight, variable in zip(before, model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(weight, variable.numpy())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name", some_slow(MIXING, ("LSTM", "Conv1D", "GlobalAveragePooling1D", "Gated"))
+)
+def test_a_layer_that_mixes_documents_is_refused_by_name(name):
+    message = refusal_of(MIXING[name])
+    kind = {"LSTM": "LSTMCell", "GRU": "GRUCell", "SimpleRNN": "SimpleRNNCell"}
+    name = name.partition(",")[0]
+    assert f"({kind.get(name, name)}) lets tokens of a row's documents see one another" in message
+
+
+@pytest.mark.parametrize("kind", [Table, Waves])
+def test_a_layer_that_computes_by_places_in_the_row_is_refused_by_name(kind):
+    message = refusal_of(kind)
+    assert f"({kind.__name__}) computes by the place of a token in its row" in message
+
+
+class WithOwnLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred, sample_weight)
+
+
+def with_activity_regularizer():
+    ids = keras.Input((None,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH)(ids)
+    x = layers.Dense(WIDTH, activity_regularizer="l2")(x)
+    return keras.Model(ids, layers.Dense(VOCABULARY)(x))
+
+
+def with_own_loss():
+    model = blocks(multi_head(), depth=1)
+    return WithOwnLoss(model.input, model.output)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "message"),
+    [
+        (with_own_loss, LOSS, "overrides compute_loss"),
+        (with_activity_regularizer, LOSS, "add losses, which are means over rows"),
+        (
+            lambda: blocks(multi_head(), depth=1),
+            lambda y_true, y_pred: tf.reduce_mean(
+                keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+            ),
+            "no sum over tokens",
+        ),
+    ],
+)
+def test_what_counts_rows_is_refused(make, loss, message):
+    model = make()
+    before = weights_of(model)
+    with pytest.raises(ValueError, match=message):
+        trainer_of(model, 2, loss=loss).fit(rows_of()[0].batch(1), verbose=0)
+    for weight, variable in zip(before, model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(weight, variable.numpy())
+
+
+def test_dropout_and_rotary_positions_are_no_reason_to_refuse():
+    ids = keras.Input((None,), dtype="int32")
+    x = layers.Dropout(0.5)(layers.Embedding(VOCABULARY, WIDTH)(ids))
+    x = layers.MultiHeadAttention(2, WIDTH, dropout=0.5)(x, x, use_causal_mask=True)
+    model = keras.Model(ids, layers.Dense(VOCABULARY)(x))
+    logs = trainer_of(model, 2).fit(rows_of()[0].batch(1), verbose=0).history
+    assert np.isfinite(logs["loss"][0])
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_rows_of_one_document_each_change_nothing():
+    """Rows that one document fills are those of a dataset that was not packed."""
+    documents = [RNG.integers(1, VOCABULARY, LENGTH).astype("int32") for _ in range(4)]
+    examples = [(d, np.roll(d, -1)) for d in documents]
+    results = []
+    for packed in (True, False):
+        keras.utils.set_random_seed(0)
+        model = blocks(multi_head(), depth=1)
+        plain = tf.data.Dataset.from_tensor_slices(
+            tuple(map(np.stack, zip(*examples, strict=True)))
+        )
+        data = fa.pack(examples, LENGTH) if packed else plain
+        trainer_of(model, 2, jit_compile=False).fit(data.batch(2), verbose=0)
+        results.append(weights_of(model))
+    for weight, other in zip(*results, strict=True):
+        np.testing.assert_allclose(weight, other, rtol=1e-5, atol=1e-6)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("seed", some_slow([None, 0], sample=[0]))
+def test_a_training_is_resumed_bit_for_bit(tmp_path, seed):
+    def run(directory, kill_after=None):
+        keras.utils.set_random_seed(0)
+        model = blocks(multi_head(), depth=1)
+        trainer = fa.Trainer(
+            model,
+            keras.optimizers.Adam(0.01),
+            LOSS,
+            gradient_accumulation_steps=2,
+            jit_compile=False,
+        )
+
+        def kill(batch, logs):
+            if batch == kill_after:
+                raise Killed
+
+        trainer.fit(
+            fa.pack(DOCUMENTS, LENGTH, seed=seed).batch(1),
+            epochs=2,
+            verbose=0,
+            callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=kill)],
+            checkpoint_dir=directory,
+            checkpoint_every=1,
+        )
+        return weights_of(model)
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "parts", kill_after=1)
+    for weight, other in zip(whole, run(tmp_path / "parts"), strict=True):
+        np.testing.assert_array_equal(weight, other)
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_half_precision_differs_by_its_rounding():
+    errors = {}
+    for policy in ("float32", "mixed_bfloat16"):
+        keras.utils.set_random_seed(0)
+        keras.config.set_dtype_policy(policy)
+        try:
+            model = blocks(multi_head(), embed=Positions())
+        finally:
+            keras.config.set_dtype_policy("float32")
+        before = weights_of(model)
+        if policy == "float32":
+            expected, _ = expected_update(model)
+        rows, count = rows_of()
+        trainer_of(model, count, jit_compile=False).fit(rows.batch(1), verbose=0)
+        errors[policy] = error(before, expected, model)
+    assert errors["float32"] < 2e-5
+    assert errors["mixed_bfloat16"] < 0.05
+
+
+def test_packed_rows_are_named_and_documents_found_in_the_context():
+    assert PackedRows._fields == ("inputs", "documents", "positions", "predicts")
+    assert documents_module.make_interceptors([layers.Dense(2)]) == []
