@@ -68,7 +68,7 @@ def test_interceptors_may_be_removed_in_any_order():
     each = {role: noting(layer, role, calls) for role in Role}
     for interceptor in each.values():
         install(interceptor)
-    for role in (Role.PRECISION, Role.BYPASS, Role.LOOP, Role.FORM):
+    for role in (Role.PRECISION, Role.BYPASS, Role.LOOP, Role.FORM, Role.DOCUMENTS):
         remove(each[role])
     layer(tf.ones([2, 4]))
     assert calls == [Role.OBSERVE, Role.RECOMPUTE]
@@ -127,7 +127,7 @@ def test_a_call_that_was_set_on_a_layer_is_no_form_of_its_class():
     layer.call = tf.negative
     with intercepting([noting(layer, role, calls) for role in Role]):
         assert layer(tf.ones([1, 1])).numpy() == [[-1]]
-    assert calls == [Role.BYPASS, Role.OBSERVE, Role.LOOP, Role.RECOMPUTE]
+    assert calls == [Role.BYPASS, Role.DOCUMENTS, Role.OBSERVE, Role.LOOP, Role.RECOMPUTE]
     assert layer.call is tf.negative
 
 

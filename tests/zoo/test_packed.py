@@ -1,14 +1,13 @@
 """Models of KerasHub on packed rows: an update is that on each document by itself."""
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import fastaccum as fa
 
-hub = keras_hub.models
+hub = pytest.importorskip("keras_hub").models
 VOCABULARY, LENGTH = 32, 24
 SIZES = {
     "vocabulary_size": VOCABULARY,
