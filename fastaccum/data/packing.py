@@ -26,7 +26,7 @@ def pack(
     longer: Literal["cut", "raise"] = "cut",
     drop_remainder: bool = False,
     seed: int | None = None,
-) -> tf.data.Dataset:
+) -> tf.data.Dataset[Any]:
     """Packs documents of any length into rows of `length` tokens, with little padding.
 
     The rows are for `Trainer.fit` and `Trainer.evaluate`, after `.batch(...)`. There no document
