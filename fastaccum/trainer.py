@@ -117,14 +117,13 @@ class Trainer:
             (docs/guides/varying-batches.md). Fewer compile sooner; more waste less. "auto" is 4.
         scan_layers: run layers that repeat, such as a transformer's blocks, as one loop, which is
             traced and compiled once. The result is the same, to float32 rounding, and the model
-            stays as it is. It applies where XLA
-            compiles the step, to layers in a graph, and to those that a `call` calls one after the
-            other. True for two layers or more, False for none. With True, layers of your own
-            classes count as the same if their attributes are: what tells them apart must stand
-            there, and what they compute must leave by their outputs. "auto" for four or more layers
-            of Keras and KerasHub where a loop runs no slower: on a CPU, where what a layer hands on
-            to the next has at most 8,192 elements. `summary()` lists the loops, and why other
-            layers are not in one.
+            stays as it is. It applies where XLA compiles the step, to layers in a graph, and to
+            those that a `call` calls one after the other. True for two layers or more, False for
+            none. With True, layers of your own classes count as the same if their attributes are:
+            what tells them apart must stand there, and what they compute must leave by their
+            outputs. "auto" for four or more layers of Keras and KerasHub where a loop runs no
+            slower: on a CPU, where what a layer hands on to the next has at most 8,192 elements.
+            `summary()` lists the loops, and why other layers are not in one.
         shard_optimizer: under tf.distribute, share the optimizer's slots out over the replicas,
             each of which then updates the weights whose slots it has. The result is the same; see
             docs/distributed.md. "auto" does so where all slots would not fit each device.

@@ -66,9 +66,10 @@ def pack(
 
     Raises:
         TypeError: raised for a dataset that holds no examples of vectors.
-        ValueError: raised for examples whose parts differ in length, and, as
-            `tf.errors.InvalidArgumentError` while a `tf.data.Dataset` is read, for a document
-            without tokens or, with `longer="raise"`, one that is too long.
+        ValueError: raised for examples of scalars, without ids to make targets of, or, in a list,
+            without tokens or with parts that differ in length.
+        tf.errors.InvalidArgumentError: raised while rows are read: for a document without tokens,
+            with parts that differ in length, or, with `longer="raise"`, of too many tokens.
 
     >>> documents = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
     >>> for x, y in pack(documents, length=8):
@@ -98,11 +99,11 @@ def pack(
             lengths = _after(check, lengths)
         pieces = _cut(lengths, length)
         rows = _first_fit_decreasing(pieces, length)
-        keeps = tf.ones_like(rows, tf.bool)
+        is_kept = tf.ones_like(rows, tf.bool)
         if drop_remainder:
-            keeps = _is_in_full_rows(rows, pieces, length)
+            is_kept = _is_kept_without_remainder(rows, pieces, length)
         rows = _in_order(rows, seed, number)
-        return _fill(tokens, pieces, rows, keeps, length)
+        return _fill(tokens, pieces, rows, is_kept, length)
 
     buffers = documents.ragged_batch(buffer_size).enumerate()
     return buffers.map(pack_buffer, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
@@ -290,15 +291,15 @@ def _first_fit_decreasing(pieces: tf.Tensor, length: int) -> tf.Tensor:
     return tf.gather(rows.stack(), tf.math.invert_permutation(order))
 
 
-def _is_in_full_rows(rows: tf.Tensor, pieces: tf.Tensor, length: int) -> tf.Tensor:
-    """Tells of each piece if it is in a row that is full, or that was not opened last."""
+def _is_kept_without_remainder(rows: tf.Tensor, pieces: tf.Tensor, length: int) -> tf.Tensor:
+    """Tells of each piece if it is kept: not if its row was opened last and is not full."""
     last = tf.reduce_max(rows)
     tokens_of_last = tf.reduce_sum(tf.where(rows == last, pieces, 0))
     return (rows != last) | (tokens_of_last == length)
 
 
 def _in_order(rows: tf.Tensor, seed: int | None, buffer: tf.Tensor) -> tf.Tensor:
-    """Renumbers the rows of pieces in the order in which they are to come."""
+    """Renumbers the rows of pieces: by their first piece, or in an order drawn from the seed."""
     count = tf.reduce_max(rows) + 1
     if seed is None:
         keys = tf.math.unsorted_segment_min(tf.range(tf.shape(rows)[0]), rows, count)
@@ -308,11 +309,11 @@ def _in_order(rows: tf.Tensor, seed: int | None, buffer: tf.Tensor) -> tf.Tensor
 
 
 def _fill(
-    tokens: _Tokens, pieces: tf.Tensor, rows: tf.Tensor, keeps: tf.Tensor, length: int
+    tokens: _Tokens, pieces: tf.Tensor, rows: tf.Tensor, is_kept: tf.Tensor, length: int
 ) -> tuple:
     """Returns the rows of the pieces that are kept: x, y, perhaps weights, [rows, length, ...]."""
     order = tf.argsort(rows, stable=True)
-    order = tf.boolean_mask(order, tf.gather(keeps, order))
+    order = tf.boolean_mask(order, tf.gather(is_kept, order))
     pieces_in_order = tf.gather(pieces, order)
     row_of_piece = tf.gather(rows, order)
     # Rows without a piece were left out: the numbers of the others are made consecutive.

@@ -83,7 +83,8 @@ def _compute_attention(
     signature = inspect.signature(getattr(type(layer), method))
     bound = signature.bind(layer, *args, **kwargs)
     _, query, *_ = bound.arguments.values()
-    if context.documents is None or not _has_tokens(query, context.documents):
+    key = bound.arguments.get("key", query)
+    if context.documents is None or not _have_tokens(query, key, context.documents):
         return call(*args, **kwargs)
 
     mask = bound.arguments.get("attention_mask")
@@ -106,17 +107,23 @@ def _dot_product_attention(
     By `attend` then, or by Keras's own formula.
     """
     documents = trace_context.current().documents
-    if documents is not None and _has_tokens(query, documents):
+    if documents is not None and _have_tokens(query, key, documents):
         if mask is not None:
             mask = tf.convert_to_tensor(mask)
         mask = _with_documents(mask, documents, heads=True)
     return (attend or attention.unfused)(query, key, value, mask=mask, **options)
 
 
-def _has_tokens(query: Any, documents: trace_context.Documents) -> bool:
-    """Tells if the second axis of a tensor is that of the documents' tokens."""
-    shape = tf.convert_to_tensor(query).shape
-    return shape.rank in (3, 4) and shape[1] == documents.ids.shape[1]
+def _have_tokens(query: Any, key: Any, documents: trace_context.Documents) -> bool:
+    """Tells if the second axis of queries and keys is that of the documents' tokens.
+
+    Keys of another length, as of learned latents, belong to no document.
+    """
+    for tensor in (query, key):
+        shape = tf.convert_to_tensor(tensor).shape
+        if shape.rank not in (3, 4) or shape[1] != documents.ids.shape[1]:
+            return False
+    return True
 
 
 def _with_documents(

@@ -52,9 +52,12 @@ def require_packable(objective: ModelObjective) -> None:
         reason = f"{kind} overrides compute_metrics"
     elif objective.model.effects.added_reductions:
         reason = f"layers of {kind} add losses, which are means over rows (add_loss, regularizers)"
+    elif objective.metrics.need_exact_rows:
+        reason = "a metric may count padding, as one of a class of your own may"
     else:
         for output in objective.losses.outputs:
-            if output.scalar is not None or output.power is not None:
+            mixes_rows = output.mixing is not None
+            if mixes_rows or output.scalar is not None or output.power is not None:
                 reason = f"the loss of output {output.name!r} is no sum over tokens"
     if reason is not None:
         raise ValueError(
@@ -82,7 +85,7 @@ def require_documents_apart(objective: ModelObjective, x: PackedRows) -> None:
     if length == 1:
         return
     row = _make_row(x, length)
-    other = row._replace(inputs=_with_other_tokens(x, row))
+    other = row._replace(inputs=_with_other_tokens(row))
     is_unchanged = row.documents[0] % 2 == 0
     call = _trace(objective, row, training=True)
     for name, before, after in zip(call.names, *call.run(row, other), strict=True):
@@ -131,7 +134,7 @@ def _make_row(x: PackedRows, length: int) -> _Row:
     )
 
 
-def _with_other_tokens(x: PackedRows, row: _Row) -> Nest:
+def _with_other_tokens(row: _Row) -> Nest:
     """Returns a row's inputs with other tokens in its documents of odd numbers."""
     places = np.flatnonzero(row.documents[0] % 2 == 1)
 
@@ -158,11 +161,56 @@ def _any_differ(nest: Nest, other: Nest) -> bool:
     return any((array != other_array).any() for array, other_array in pairs)
 
 
-def _has_tokens(tensor: Any, length: int) -> bool:
-    """Tells if a tensor is of floats, and its second axis that of a row's tokens."""
-    if not tf.is_tensor(tensor) or not tensor.dtype.is_floating:
-        return False
+def _has_tokens(tensor: tf.Tensor, length: int) -> bool:
+    """Tells if a tensor's second axis is that of a row's tokens."""
     return bool(tensor.shape.rank) and tuple(tensor.shape[:2]) == (1, length)
+
+
+class _Recorder:
+    """Records tensors with an axis of tokens, and the layers that computed them.
+
+    Attributes:
+        names: of the layer that computed each result.
+        results: in the order in which they were computed.
+    """
+
+    def __init__(self, model: keras.Model, length: int):
+        self.names: list[str] = []
+        self.results: list[tf.Tensor] = []
+        self._length = length
+        self._graph = tf.compat.v1.get_default_graph()
+        self._recorded_ids: set[int] = set()
+        self._running = [f"model {model.name!r}"]  # the layers that are being called
+        self._first_without_tokens: str | None = None  # a layer that has dropped the axis
+
+    def record(self, tensors: Nest, name: str | None = None) -> None:
+        """Records results of a layer; those of the innermost one that is called without a name."""
+        name = name or self._running[-1]
+        for tensor in tf.nest.flatten(tensors):
+            if not tf.is_tensor(tensor) or tensor.graph is not self._graph:
+                continue
+            if id(tensor) in self._recorded_ids or not tensor.dtype.is_floating:
+                continue
+            self._recorded_ids.add(id(tensor))
+            if _has_tokens(tensor, self._length):
+                self.names.append(self._first_without_tokens or name)
+                self.results.append(tensor)
+            elif self._length not in tensor.shape and self._first_without_tokens is None:
+                self._first_without_tokens = name
+
+    def call_layer(
+        self, layer: keras.layers.Layer, call: Callable, *args: Any, **kwargs: Any
+    ) -> Nest:
+        """Calls a layer, and records what the code around it has computed, and its results."""
+        for argument in tf.nest.flatten((args, kwargs)):
+            if tf.is_tensor(argument) and _has_tokens(argument, self._length):
+                self.record(argument)
+        name = f"layer {layer.path or layer.name!r} ({type(layer).__name__})"
+        self._running.append(name)
+        outputs = call(*args, **kwargs)
+        self._running.pop()
+        self.record(outputs, name)
+        return outputs
 
 
 class _TracedCall(NamedTuple):
@@ -180,33 +228,7 @@ def _trace(objective: ModelObjective, row: _Row, training: bool) -> _TracedCall:
     names: list[str] = []
 
     def compute(row: _Row) -> list[tf.Tensor]:
-        graph = tf.compat.v1.get_default_graph()
-        results: list[tf.Tensor] = []
-        noted: set[int] = set()
-        running = [f"model {model.model.name!r}"]  # the layers that are being called
-        without_tokens: list[str] = []  # layers whose results have no axis of tokens
-
-        def note(name: str, tensors: Nest) -> None:
-            for tensor in tf.nest.flatten(tensors):
-                if not tf.is_tensor(tensor) or tensor.graph is not graph or id(tensor) in noted:
-                    continue
-                noted.add(id(tensor))
-                if _has_tokens(tensor, length):
-                    names.append(without_tokens[0] if without_tokens else name)
-                    results.append(tensor)
-                elif tensor.dtype.is_floating and length not in tensor.shape:
-                    without_tokens.append(name)
-
-        def observe(layer: keras.layers.Layer, call: Callable, *args: Any, **kwargs: Any) -> Nest:
-            # Code of the layer around has computed what this one is called with.
-            note(
-                running[-1], [t for t in tf.nest.flatten((args, kwargs)) if _has_tokens(t, length)]
-            )
-            running.append(f"layer {layer.path or layer.name!r} ({type(layer).__name__})")
-            outputs = call(*args, **kwargs)
-            note(running.pop(), outputs)
-            return outputs
-
+        recorder = _Recorder(model.model, length)
         interceptors = documents.make_interceptors(called)
         attending: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if objective.attention is not None:
@@ -214,8 +236,8 @@ def _trace(objective: ModelObjective, row: _Row, training: bool) -> _TracedCall:
             attending = objective.attention.entered()
         for layer in called:
             if layer is not model.model and hasattr(layer, "path"):
-                observe_layer = functools.partial(observe, layer)
-                interceptors.append(Interceptor(layer, "call", observe_layer, Role.OBSERVE))
+                call_layer = functools.partial(recorder.call_layer, layer)
+                interceptors.append(Interceptor(layer, "call", call_layer, Role.OBSERVE))
         # Of blocks that repeat the first one is called alone.
         interceptors += probe_layers(model.model).interceptors
         x = PackedRows(row.inputs, row.documents, row.positions, row.documents > 0)
@@ -227,8 +249,9 @@ def _trace(objective: ModelObjective, row: _Row, training: bool) -> _TracedCall:
                     f"x holds packed rows of {length} tokens, and an output of the model has shape "
                     f"{(None, *output.shape[1:])}: it must have a result for each token."
                 )
-        note(running[0], outputs)
-        return results
+        recorder.record(outputs)
+        names.extend(recorder.names)
+        return recorder.results
 
     traced = tf.function(compute, autograph=False).get_concrete_function(
         tf.nest.map_structure(tf.constant, row)

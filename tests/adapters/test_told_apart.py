@@ -657,7 +657,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/step/compilable.py:_with_type": "a message",
     "fastaccum/step/diagnosis.py:_of_micro_batch": "a message",
     "fastaccum/step/diagnosis.py:error": "a message",
-    "fastaccum/step/document_check.py:_trace.compute.observe": "a message",
+    "fastaccum/step/document_check.py:_Recorder.call_layer": "a message",
     "fastaccum/step/document_check.py:require_packable": "a message",
     "fastaccum/step/loss_scale.py:LossScale.__repr__": "a message",
     "fastaccum/step/probe.py:probe": "a message",

@@ -1,13 +1,13 @@
 """Training on packed rows: an update equals that on the documents, each in a row of its own."""
 
+import documents_alone
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from documents_alone import update_error
 
 import fastaccum as fa
-from fastaccum.basics.packed_rows import PackedRows
-from fastaccum.layers import documents as documents_module
 
 layers = keras.layers
 ops = keras.ops
@@ -100,53 +100,18 @@ MODELS = {
 }
 
 
-def pieces():
-    """Documents of a row at most, with their targets, and which of them count."""
-    for document in DOCUMENTS:
-        y = np.append(document[1:], 0)
-        counts = np.arange(len(document)) < len(document) - 1
-        for start in range(0, len(document), LENGTH):
-            part = slice(start, start + LENGTH)
-            yield document[part], y[part], counts[part]
-
-
 def expected_update(model):
-    """The weights after SGD(0.1) on the mean over targets, each document called by itself."""
-    total, count = 0.0, 0
-    with tf.GradientTape() as tape:
-        for x, y, counts in pieces():
-            logits = model(x[None], training=True)
-            losses = keras.losses.sparse_categorical_crossentropy(y[None], logits, from_logits=True)
-            total += tf.reduce_sum(losses * counts[None].astype("float32"))
-            count += counts.sum()
-        loss = total / float(count)
-    variables = [variable.value for variable in model.trainable_variables]
-    gradients = tape.gradient(loss, variables)
-    weights = [
-        variable.numpy() - 0.1 * tf.convert_to_tensor(gradient).numpy()
-        for variable, gradient in zip(variables, gradients, strict=True)
-    ]
-    return weights, float(loss)
+    return documents_alone.expected_update(model, DOCUMENTS, LENGTH)
 
 
 def trainer_of(model, rows, loss=LOSS, **options):
     options = {"gradient_accumulation_steps": rows, **options}
-    return fa.Trainer(model, keras.optimizers.SGD(0.1), loss, **options)
+    return fa.Trainer(model, keras.optimizers.SGD(documents_alone.RATE), loss, **options)
 
 
 def rows_of(documents=DOCUMENTS):
     dataset = fa.pack(documents, LENGTH)
     return dataset, len(list(dataset))
-
-
-def error(before, expected, model):
-    """The largest difference of a weight, as a fraction of the largest update."""
-    largest = max(np.abs(b - a).max() for a, b in zip(before, expected, strict=True))
-    differences = [
-        np.abs(variable.numpy() - weight).max()
-        for variable, weight in zip(model.trainable_variables, expected, strict=True)
-    ]
-    return max(differences) / largest
 
 
 def weights_of(model):
@@ -172,7 +137,7 @@ def test_an_update_is_that_of_the_documents_alone(name):
     expected, loss = expected_update(model)
     rows, count = rows_of()
     logs = trainer_of(model, count).fit(rows.batch(1), verbose=0).history
-    assert error(before, expected, model) < 2e-5
+    assert update_error(before, expected, model) < 2e-5
     assert logs["loss"][0] == pytest.approx(loss, rel=1e-5)
 
 
@@ -202,7 +167,7 @@ def test_options_of_the_trainer_keep_documents_apart(options):
     if options.pop("remat", False):
         fa.remat(model)
     trainer_of(model, count, **options).fit(rows.batch(1), verbose=0)
-    assert error(before, expected, model) < 2e-5
+    assert update_error(before, expected, model) < 2e-5
 
 
 @pytest.mark.parametrize("batch_size", some_slow([1, 2, 3], [2]))
@@ -215,7 +180,7 @@ def test_rows_in_micro_batches_of_any_size_make_the_same_update(batch_size):
     trainer_of(model, -(-count // batch_size), jit_compile=False).fit(
         rows.batch(batch_size), verbose=0
     )
-    assert error(before, expected, model) < 2e-5
+    assert update_error(before, expected, model) < 2e-5
 
 
 def test_weights_and_metrics_count_tokens():
@@ -258,7 +223,7 @@ def train_with(monkeypatch, change):
     trainer = trainer_of(model, count, jit_compile=False)
     monkeypatch.setattr("fastaccum.step.document_check.require_documents_apart", lambda *_: None)
     trainer.fit(rows.map(change).batch(1), verbose=0)
-    return error(before, expected, model)
+    return update_error(before, expected, model)
 
 
 def test_the_control_passes(monkeypatch):
@@ -294,7 +259,7 @@ def test_a_mean_of_means_of_rows_is_another_update():
             total[i] = total[i] + (weight - before[i]) / count
     for variable, weight, update in zip(model.trainable_variables, before, total, strict=True):
         variable.assign(weight + update)
-    assert error(before, expected, model) > 1e-3
+    assert update_error(before, expected, model) > 1e-3
 
 
 class OwnAttention(layers.Layer):
@@ -510,11 +475,52 @@ def test_half_precision_differs_by_its_rounding():
             expected, _ = expected_update(model)
         rows, count = rows_of()
         trainer_of(model, count, jit_compile=False).fit(rows.batch(1), verbose=0)
-        errors[policy] = error(before, expected, model)
+        errors[policy] = update_error(before, expected, model)
     assert errors["float32"] < 2e-5
     assert errors["mixed_bfloat16"] < 0.05
 
 
-def test_packed_rows_are_named_and_documents_found_in_the_context():
-    assert PackedRows._fields == ("inputs", "documents", "positions", "predicts")
-    assert documents_module.make_interceptors([layers.Dense(2)]) == []
+class Latents(layers.Layer):
+    """Tokens that attend to learned latents, which belong to no document."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(2, WIDTH // 2)
+
+    def build(self, shape):
+        self.latents = self.add_weight((1, 3, WIDTH), initializer="normal")
+        self.attention.build(shape, (None, 3, WIDTH))
+
+    def call(self, x):
+        return self.attention(x, ops.tile(self.latents, (ops.shape(x)[0], 1, 1)))
+
+
+def test_tokens_may_attend_to_what_belongs_to_no_document():
+    keras.utils.set_random_seed(0)
+    model = blocks(Latents, depth=1)
+    before = weights_of(model)
+    expected, _ = expected_update(model)
+    rows, count = rows_of()
+    trainer_of(model, count, jit_compile=False).fit(rows.batch(1), verbose=0)
+    assert update_error(before, expected, model) < 2e-5
+
+
+class Count(keras.metrics.Metric):
+    """Counts elements, those that pad too."""
+
+    def __init__(self):
+        super().__init__(name="count")
+        self.total = self.add_weight(initializer="zeros", name="total")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(ops.cast(ops.size(y_true), "float32"))
+
+    def result(self):
+        return self.total
+
+
+def test_a_metric_that_may_count_padding_is_refused():
+    model = blocks(multi_head(), depth=1)
+    trainer = trainer_of(model, 2, metrics=[Count()], jit_compile=False)
+    with pytest.raises(ValueError, match="a metric may count padding"):
+        trainer.fit(rows_of()[0].batch(1), verbose=0)
