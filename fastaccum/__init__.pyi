@@ -4,6 +4,7 @@ from . import checkpoint as checkpoint
 from . import kernels as kernels
 from .adapters.head import LinearCrossEntropy as LinearCrossEntropy
 from .checkpoint.signals import Preempted as Preempted
+from .data.mixing import mix as mix
 from .data.packing import pack as pack
 from .layers.remat import remat as remat
 from .memory.errors import OutOfMemoryError as OutOfMemoryError

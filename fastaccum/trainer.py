@@ -409,6 +409,7 @@ class Trainer:
         sample = source.sample
         engine = builder.get_or_build(sample, options)
         engine.objective.losses.require_classes(class_weights)
+        engine.count_tokens(sample.x)
         stacks = source.stacks(
             builder.training_layout(options),
             schedule.steps_per_epoch,

@@ -136,6 +136,11 @@ PLACES: dict[str, Place] = {
         "leaving a strategy's scope",
         "training under tf.distribute",
     ),
+    "try_evaluate_constant": Place(
+        ("tensorflow.python.framework.tensor_util:try_evaluate_constant",),
+        "reading which positions a model looks up in packed rows",
+        "positions that a model makes otherwise than by keras.ops.arange(length)",
+    ),
     "context": Place(
         ("tensorflow.python.eager.context",),
         "reading a program's XLA; telling other workers of an error; calling a program with little "

@@ -52,6 +52,7 @@ class TraceContext:
     # for `keras.ops.dot_product_attention`; None for Keras's formula
     attention: Callable[..., tf.Tensor] | None = None
     documents: Documents | None = None  # None where each row is one document
+    documents_are_masked: bool = False  # true where an attention's mask keeps documents apart
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:

@@ -237,7 +237,9 @@ class Metrics:
         output, metric = placed
         y_true = batch.y_true[output]
         y_pred = batch.y_pred[output]
-        valid = None if self.need_exact_rows else batch.valid[output]
+        valid = batch.valid[output]
+        if self.need_exact_rows and not batch.by_element:
+            valid = None
         weight = sample_weight
         if not batch.by_element:
             weight = undiluted(metric, valid, sample_weight)

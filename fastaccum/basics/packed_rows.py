@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -20,14 +21,36 @@ class PackedRows(NamedTuple):
         documents: int32 [B, T], the number of a token's document in its row, from 1; 0 for padding.
         positions: int32 [B, T], the place of a token in its document, from 0.
         predicts: bool [B, T], true where a token's target counts.
+        sources: by the name of each source of a mix, whether a row is of it: bool [B]. Empty for
+            rows that are not mixed.
     """
 
     inputs: Nest
     documents: tf.Tensor
     positions: tf.Tensor
     predicts: tf.Tensor
+    sources: Mapping[str, tf.Tensor] = {}
 
 
 def model_inputs(x: Nest) -> Nest:
     """Returns what a model is called with: the inputs of packed rows, or x itself."""
     return x.inputs if isinstance(x, PackedRows) else x
+
+
+def restored_rows(dataset: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
+    """Returns a dataset whose packed rows are `PackedRows` again, where loading has changed that.
+
+    `tf.data.Dataset.load` makes named tuples of a class of its own. Other datasets are returned as
+    they are.
+    """
+    spec = dataset.element_spec
+    if not isinstance(spec, tuple) or not spec or isinstance(spec[0], PackedRows):
+        return dataset
+    if getattr(spec[0], "_fields", None) != PackedRows._fields:
+        return dataset
+
+    @tf.autograph.experimental.do_not_convert  # `map` would
+    def restore(x: Any, *targets: Any) -> tuple:
+        return PackedRows(*x), *targets
+
+    return dataset.map(restore)

@@ -84,8 +84,7 @@ def pack(
     if seed is not None:
         seed = checks.whole_number("seed", seed, minimum=None)
 
-    documents = _as_dataset(dataset)
-    _require_vectors(documents.element_spec)
+    buffers = _buffers(dataset, buffer_size)
 
     @tf.autograph.experimental.do_not_convert  # `map` would
     def pack_buffer(number: tf.Tensor, buffer: Any) -> tuple:
@@ -105,8 +104,8 @@ def pack(
         rows = _in_order(rows, seed, number)
         return _fill(tokens, pieces, rows, is_kept, length)
 
-    buffers = documents.ragged_batch(buffer_size).enumerate()
-    return buffers.map(pack_buffer, num_parallel_calls=tf.data.AUTOTUNE).unbatch()
+    rows = buffers.enumerate().map(pack_buffer, num_parallel_calls=tf.data.AUTOTUNE)
+    return rows.unbatch()
 
 
 class _Tokens(NamedTuple):
@@ -118,14 +117,29 @@ class _Tokens(NamedTuple):
     predicts: tf.Tensor  # bool, false for a token without a target
 
 
-def _as_dataset(documents: Any) -> tf.data.Dataset:
-    """Makes a dataset of single documents."""
+def _buffers(documents: Any, size: int) -> tf.data.Dataset:
+    """Makes a dataset of buffers: nests like an example's, of ragged or dense tensors."""
     if isinstance(documents, tf.data.Dataset):
-        return documents
-    if isinstance(documents, tf.RaggedTensor):
-        return tf.data.Dataset.from_tensor_slices(documents)
+        _require_vectors(documents.element_spec)
+        return documents.ragged_batch(size)
+    if not isinstance(documents, tf.RaggedTensor):
+        documents = _join_examples(documents)
+    first_document = tf.nest.map_structure(lambda leaf: tf.type_spec_from_value(leaf[0]), documents)
+    _require_vectors(first_document)
+    count = tf.nest.flatten(documents)[0].shape[0]
+
+    # Slices of what is joined already, since `ragged_batch` takes time for each document.
+    @tf.autograph.experimental.do_not_convert  # `map` would
+    def read_buffer(start: tf.Tensor) -> Nest:
+        return tf.nest.map_structure(lambda leaf: leaf[start : start + size], documents)
+
+    return tf.data.Dataset.range(0, count, size).map(read_buffer)
+
+
+def _join_examples(documents: Any) -> Nest:
+    """Joins a list or generator of examples: a nest like an example's, of ragged tensors."""
     is_examples = isinstance(documents, Iterable) and not isinstance(documents, (str, Mapping))
-    if not is_examples or isinstance(documents, (np.ndarray, tf.Tensor)):
+    if not is_examples or isinstance(documents, (tuple, np.ndarray, tf.Tensor)):
         raise TypeError(
             f"dataset ({type(documents).__name__}) must be a tf.data.Dataset, a list or generator "
             "of examples, or a tf.RaggedTensor of ids."
@@ -133,33 +147,57 @@ def _as_dataset(documents: Any) -> tf.data.Dataset:
     examples = [_as_arrays(example) for example in documents]
     if not examples:
         raise ValueError("dataset holds no document to pack.")
+    first = examples[0]
+    _require_vectors(tf.nest.map_structure(tf.type_spec_from_value, first))
+    for number, example in enumerate(examples):
+        _require_like_first(number, example, first)
 
     def join(*arrays: np.ndarray) -> tf.RaggedTensor:
         return tf.RaggedTensor.from_row_lengths(
             np.concatenate(arrays), [len(array) for array in arrays]
         )
 
-    for number, example in enumerate(examples):
-        sizes = {array.shape[0] for array in tf.nest.flatten(example) if array.ndim}
-        if len(sizes) > 1:
+    return tf.nest.map_structure(join, *examples)
+
+
+def _require_like_first(number: int, example: Nest, first: Nest) -> None:
+    """Raises ValueError for a document with other parts than the first one, or of no tokens."""
+    try:
+        tf.nest.assert_same_structure(first, example)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Document {number} has other parts than the first one: give each the same, x or "
+            "(x, y) or (x, y, sample_weight), and x the same keys."
+        ) from error
+    arrays = tf.nest.flatten(example)
+    for array, first_array in zip(arrays, tf.nest.flatten(first), strict=True):
+        if array.shape[1:] != first_array.shape[1:] or array.ndim != first_array.ndim:
             raise ValueError(
-                f"Document {number} has parts of {sorted(sizes)} tokens: x, y and sample_weight "
-                "have one entry for each token."
+                f"Document {number} has a part of shape {array.shape}, and the first one of shape "
+                f"{first_array.shape}: they may differ in their tokens alone, the first axis."
             )
-        if sizes == {0}:
-            raise ValueError(f"Document {number} has no tokens: leave it out.")
-    _require_vectors(tf.nest.map_structure(tf.type_spec_from_value, examples[0]))
-    return tf.data.Dataset.from_tensor_slices(tf.nest.map_structure(join, *examples))
+    sizes = {array.shape[0] for array in arrays}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"Document {number} has parts of {sorted(sizes)} tokens: each part of x, y and "
+            "sample_weight has one entry for each token."
+        )
+    if sizes == {0}:
+        raise ValueError(f"Document {number} has no tokens: leave it out.")
 
 
 def _as_arrays(example: Any) -> Nest:
     """Returns an example of arrays; a list is a vector of ids."""
     if isinstance(example, tuple):
-        return tuple(_as_arrays(part) for part in example if part is not None)
+        return tuple(_as_arrays(part) for part in example)
     if isinstance(example, Mapping):
         return {name: _as_arrays(part) for name, part in example.items()}
+    if example is None:
+        return ()
     array = np.asarray(example)
-    return array.astype(np.int32) if array.dtype == np.int64 else array
+    if array.dtype == np.int64 and np.all(np.abs(array) < 2**31):  # as ids are
+        return array.astype(np.int32)
+    return array
 
 
 def _require_vectors(spec: Any) -> None:
@@ -168,6 +206,13 @@ def _require_vectors(spec: Any) -> None:
     if (isinstance(spec, tuple) and len(spec) > 3) or not leaves:
         raise TypeError(
             f"pack takes examples x, (x, y) or (x, y, sample_weight); these are {spec}."
+        )
+    x = spec[0] if isinstance(spec, tuple) else spec
+    shape = getattr(x, "shape", None)
+    if shape is not None and shape.rank == 2 and x.dtype.is_integer:
+        raise ValueError(
+            f"pack takes vectors of ids [tokens], and these have shape {shape}: pack before "
+            ".batch(...)."
         )
     for leaf in leaves:
         # The slices of a ragged tensor are dense vectors.
@@ -192,14 +237,17 @@ def _read(buffer: Any) -> tuple[_Tokens, tf.Tensor]:
     """Reads documents that `ragged_batch` has joined: their tokens, and how many each has."""
     lengths_of_leaves = [_lengths(leaf) for leaf in tf.nest.flatten(buffer)]
     lengths = lengths_of_leaves[0]
-    message = "pack: x, y and sample_weight of a document differ in length."
+    message = (
+        "pack: parts of a document (of x, y or sample_weight) differ in length; each has one entry "
+        "for each token."
+    )
     for others in lengths_of_leaves[1:]:
         lengths = _after(tf.debugging.assert_equal(lengths, others, message), lengths)
 
     joined = tf.nest.map_structure(_join, buffer)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(joined)
-    has_targets = y is not None
     y = () if y is None else y
+    has_targets = bool(tf.nest.flatten(y))
     sample_weight = () if sample_weight is None else sample_weight
     is_real = None
     if isinstance(x, Mapping) and _PADDING in x:
@@ -272,14 +320,17 @@ def _cut(lengths: tf.Tensor, length: int) -> tf.Tensor:
 
 def _first_fit_decreasing(pieces: tf.Tensor, length: int) -> tf.Tensor:
     """Returns the row of each piece, int32 [pieces]: the longest first, the first row with room."""
-    count = tf.shape(pieces)[0]
     order = tf.argsort(pieces, direction="DESCENDING", stable=True)
     longest_first = tf.gather(pieces, order)
+    # Pieces that fill a row have one each, the first ones.
+    full = tf.math.count_nonzero(pieces == length, dtype=tf.int32)
+    shorter = longest_first[full:]
+    count = tf.shape(shorter)[0]
 
     def place(
         i: tf.Tensor, room: tf.Tensor, rows: tf.TensorArray
     ) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray]:
-        piece = tf.gather(longest_first, i)
+        piece = tf.gather(shorter, i)
         row = tf.argmax(room >= piece, output_type=tf.int32)
         room = tf.tensor_scatter_nd_sub(room, [[row]], [piece])
         return i + 1, room, rows.write(i, row)
@@ -288,7 +339,8 @@ def _first_fit_decreasing(pieces: tf.Tensor, length: int) -> tf.Tensor:
     _, _, rows = tf.while_loop(
         lambda i, *_: i < count, place, (0, tf.fill([count], length), rows), parallel_iterations=1
     )
-    return tf.gather(rows.stack(), tf.math.invert_permutation(order))
+    rows_of_longest = tf.concat([tf.range(full), full + rows.stack()], 0)
+    return tf.gather(rows_of_longest, tf.math.invert_permutation(order))
 
 
 def _is_kept_without_remainder(rows: tf.Tensor, pieces: tf.Tensor, length: int) -> tf.Tensor:

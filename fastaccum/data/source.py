@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.basics.packed_rows import PackedRows
+from fastaccum.basics.packed_rows import PackedRows, restored_rows
 from fastaccum.data import rows
 from fastaccum.data.arrays import ArraySource, ArrayStacks
 from fastaccum.data.datasets import DatasetSource, DatasetStacks
@@ -59,8 +59,14 @@ def make_data_source(
     weigh = None
     if class_weight is not None:
         weigh = functools.partial(_weigh, class_weight, sparse_labels)
+    if isinstance(x, tf.data.Dataset):
+        x = restored_rows(x)
     if _holds_packed_rows(x):
         preprocess = None
+        if x.element_spec[0].documents.shape.rank == 1:
+            raise ValueError(
+                f"{what} holds packed rows, one at a time: pass batches of them, {what}.batch(8)."
+            )
     require_some(what, x)
     checks.require_nest("y", y)
     checks.require_nest("sample_weight", sample_weight)

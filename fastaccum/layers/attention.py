@@ -209,6 +209,8 @@ class FusedAttention:
     def _note(self, choice: str) -> None:
         """Adds to the choices of the layer, which may be called more than once."""
         self._noted = True
+        if trace_context.current().documents_are_masked:
+            choice += ", documents apart"
         place = self._place
         before = self.choices.get(place, choice)
         if choice in before:

@@ -53,7 +53,8 @@ def make_interceptors(layers: Iterable[keras.layers.Layer]) -> list[Interceptor]
             interceptors.append(Interceptor(layer, method, compute, Role.DOCUMENTS))
         layer_kinds = kinds(layer)
         if "keras_hub.PositionEmbedding" in layer_kinds:
-            interceptors.append(Interceptor(layer, "call", _add_positions, Role.DOCUMENTS))
+            add_positions = functools.partial(_add_positions, layer)
+            interceptors.append(Interceptor(layer, "call", add_positions, Role.DOCUMENTS))
         elif "keras.Embedding" in layer_kinds:
             interceptors.append(Interceptor(layer, "call", _look_up, Role.DOCUMENTS))
     return interceptors
@@ -90,7 +91,7 @@ def _compute_attention(
     mask = bound.arguments.get("attention_mask")
     bound.arguments["attention_mask"] = _with_documents(mask, context.documents)
     _, *positional = bound.args
-    with context.extended(documents=None):  # the mask has them now
+    with context.extended(documents=None, documents_are_masked=True):
         return call(*positional, **bound.kwargs)
 
 
@@ -106,12 +107,15 @@ def _dot_product_attention(
 
     By `attend` then, or by Keras's own formula.
     """
-    documents = trace_context.current().documents
-    if documents is not None and _have_tokens(query, key, documents):
-        if mask is not None:
-            mask = tf.convert_to_tensor(mask)
-        mask = _with_documents(mask, documents, heads=True)
-    return (attend or attention.unfused)(query, key, value, mask=mask, **options)
+    attend = attend or attention.unfused
+    context = trace_context.current()
+    if context.documents is None or not _have_tokens(query, key, context.documents):
+        return attend(query, key, value, mask=mask, **options)
+    if mask is not None:
+        mask = tf.convert_to_tensor(mask)
+    mask = _with_documents(mask, context.documents, heads=True)
+    with context.extended(documents_are_masked=True):
+        return attend(query, key, value, mask=mask, **options)
 
 
 def _have_tokens(query: Any, key: Any, documents: trace_context.Documents) -> bool:
@@ -140,11 +144,18 @@ def _with_documents(
     return tf.minimum(mask, tf.cast(is_same, mask.dtype))
 
 
-def _add_positions(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _add_positions(layer: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Looks up the positions within documents in a `PositionEmbedding` of KerasHub."""
     documents = trace_context.current().documents
     if documents is None or len(args) > 1 or kwargs.get("positions") is not None:
         return call(*args, **kwargs)
+    length = documents.ids.shape[1]
+    if length > layer.sequence_length:
+        raise ValueError(
+            f"x holds packed rows of {length} tokens, and layer {layer.path!r} has "
+            f"{layer.sequence_length} positions, fewer than a document may need: pack rows of at "
+            f"most {layer.sequence_length} tokens."
+        )
     return call(*args, **{**kwargs, "positions": documents.positions})
 
 
@@ -154,14 +165,16 @@ def _look_up(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     So code of a user's own makes learned positions: `Embedding(T, width)(keras.ops.arange(T))`.
     """
     documents = trace_context.current().documents
-    if documents is None or not args or not _is_range(args[0], documents.ids.shape[1]):
+    if documents is None or not args or not _are_places(args[0], documents.ids.shape[1]):
         return call(*args, **kwargs)
     return call(documents.positions, *args[1:], **kwargs)
 
 
-def _is_range(ids: Any, length: int) -> bool:
-    """Tells if ids are the constant 0, 1, ..., length - 1, in a shape [length] or [1, length]."""
-    if not tf.is_tensor(ids) or tuple(ids.shape) not in ((length,), (1, length)):
+def _are_places(ids: Any, length: int) -> bool:
+    """Tells if ids are 0, 1, ..., length - 1, whatever the data, or several such rows."""
+    if not tf.is_tensor(ids) or ids.shape.rank not in (1, 2) or ids.shape[-1] != length:
         return False
     value = tf.get_static_value(ids)
-    return value is not None and np.array_equal(np.ravel(value), np.arange(length))
+    if value is None and private.has("try_evaluate_constant"):
+        value = private.try_evaluate_constant(ids)
+    return value is not None and bool(np.all(value == np.arange(length)))

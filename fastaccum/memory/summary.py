@@ -53,7 +53,7 @@ class Summary:
         memory: the step's memory at its peak.
         programs: the programs that were compiled so far.
         attention: what computes each attention layer, and why: "fused: ..." or "unfused: ...", by
-            the layer's path.
+            the layer's path. On packed rows it ends with "documents apart".
         loops: layers that repeat: those that run as one loop (`scan_layers`), by the names of the
             first and the last, and why others do not.
         advice: the argument of the Trainer that would save a large table of logits, for each output

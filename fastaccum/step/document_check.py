@@ -19,18 +19,28 @@ import tensorflow as tf
 
 from fastaccum.basics.attributes import Nest, raw, restored
 from fastaccum.basics.packed_rows import PackedRows
+from fastaccum.data.stacks import Batch
 from fastaccum.layers import documents
 from fastaccum.layers.interceptors import Interceptor, Role, intercepting
 from fastaccum.layers.scan import probe_layers
 from fastaccum.step.model_objective import ModelObjective
+from fastaccum.step.probe_rows import (
+    as_tensors,
+    is_watched,
+    make_row,
+    moved,
+    order_moved,
+    shifted_weights,
+    split_variables,
+    with_other_tokens,
+)
+from fastaccum.step.token_check import require_counts_by_token
 
-# Added to the weights, times numbers drawn from a normal distribution: a gate that is 0 before the
-# training would hide what it lets in.
-_SHIFT_OF_WEIGHTS = 0.05
-# Changes of a layer's result that tell, as fractions of its largest element. Masked tokens change
-# none but by rounding. Relative positions round otherwise at other places.
+# Changes of a layer's result that tell, as fractions of the largest difference between tokens.
+# Masked tokens change none but by rounding. Relative positions round otherwise at other places.
 _CHANGE_BY_TOKENS = 1e-4
-_CHANGE_BY_PLACE = {"float32": 0.02, "bfloat16": 0.1, "float16": 0.1}
+_CHANGE_BY_PLACE = {"float32": 2e-3, "float16": 0.05, "bfloat16": 0.1}
+_ROUNDING = 1e-5  # of a number, as a fraction of it
 _REMEDY = (
     "Attention is kept apart in keras.layers.MultiHeadAttention, GroupQueryAttention, KerasHub's "
     "decoders and encoders, and keras.ops.dot_product_attention; positions in KerasHub's "
@@ -52,8 +62,6 @@ def require_packable(objective: ModelObjective) -> None:
         reason = f"{kind} overrides compute_metrics"
     elif objective.model.effects.added_reductions:
         reason = f"layers of {kind} add losses, which are means over rows (add_loss, regularizers)"
-    elif objective.metrics.need_exact_rows:
-        reason = "a metric may count padding, as one of a class of your own may"
     else:
         for output in objective.losses.outputs:
             mixes_rows = output.mixing is not None
@@ -66,99 +74,71 @@ def require_packable(objective: ModelObjective) -> None:
         )
 
 
-class _Row(NamedTuple):
-    """One row of documents that fill it, as arrays."""
-
-    inputs: Nest  # [1, T, ...]
-    documents: np.ndarray  # [1, T]
-    positions: np.ndarray  # [1, T]
-
-
-def require_documents_apart(objective: ModelObjective, x: PackedRows) -> None:
+def require_documents_apart(objective: ModelObjective, stack: Batch, training: bool) -> None:
     """Raises ValueError if what a model computes for a document depends on the rest of its row.
 
     Args:
         objective: the model's.
-        x: a stack of packed rows, tensors [..., rows, T, ...].
+        stack: of packed rows, tensors [..., rows, T, ...].
+        training: False to try the model out for evaluations alone.
     """
-    length = int(x.documents.shape[-1])
-    if length == 1:
+    row = make_row(stack)
+    if row.x.documents.shape[1] == 1:
         return
-    row = _make_row(x, length)
-    other = row._replace(inputs=_with_other_tokens(row))
-    is_unchanged = row.documents[0] % 2 == 0
-    call = _trace(objective, row, training=True)
-    for name, before, after in zip(call.names, *call.run(row, other), strict=True):
-        if _differ(before[:, is_unchanged], after[:, is_unchanged], before, _CHANGE_BY_TOKENS):
-            raise ValueError(
-                f"x holds packed rows, and {name} lets tokens of a row's documents see one "
-                f"another. {_REMEDY}"
-            )
-
     call = _trace(objective, row, training=False)
-    order = np.argsort(-row.documents[0], kind="stable")  # the last document comes first
-    moved = tf.nest.map_structure(lambda array: array[:, order], row)
-    tolerance = _CHANGE_BY_PLACE.get(objective.model.compute_dtype, 0.1)
-    changed = []
-    for name, before, after in zip(call.names, *call.run(row, moved), strict=True):
-        if _differ(before[:, order], after, before, tolerance):
-            changed.append(name)
-    # Rotary positions change what is between, but no result of the model.
-    if changed and changed[-1] == call.names[-1]:
+    _require_same_for_other_tokens(call, row)
+    _require_same_for_other_places(call, row, objective.model.compute_dtype)
+    if training:
+        _require_same_for_other_tokens(_trace(objective, row, training=True), row)
+    require_counts_by_token(objective, row)
+
+
+def _require_same_for_other_tokens(call: _TracedCall, row: Batch) -> None:
+    """Raises ValueError if a document's results change with the tokens of others."""
+    watched = is_watched(row)
+    before, after = call.run(row, with_other_tokens(row))
+    for number, name in enumerate(call.names):
+        if not _differ(before[number], after[number], watched, _CHANGE_BY_TOKENS):
+            continue
+        again, same = call.run(row, row)
+        if _differ(again[number], same[number], watched, _CHANGE_BY_TOKENS):
+            raise ValueError(
+                f"x holds packed rows, and {name} draws random numbers that differ from call to "
+                "call, so it cannot be tried out on them. Draw them by keras.random with a "
+                "keras.random.SeedGenerator of the layer."
+            )
         raise ValueError(
-            f"x holds packed rows, and {changed[0]} computes by the place of a token in its row, "
-            f"which is not its place in its document. {_REMEDY}"
+            f"x holds packed rows, and {name} lets tokens of a row's documents see one another. "
+            f"{_REMEDY}{_remedy_for_masks(row)}"
         )
 
 
-def _make_row(x: PackedRows, length: int) -> _Row:
-    """Makes a row of the first row's tokens, as documents of 1, 2, 3, 5, 8, ... tokens."""
-    is_real = x.documents.numpy().reshape(-1, length)[0] > 0
-    tokens = np.resize(np.flatnonzero(is_real), length)
-
-    def first_row(tensor: tf.Tensor) -> np.ndarray:
-        rank_of_stack = x.documents.shape.rank
-        array = tensor.numpy().reshape(-1, length, *tensor.shape[rank_of_stack:])
-        return array[:1, tokens]
-
-    document_lengths = [1, 2]
-    while sum(document_lengths) < length:
-        document_lengths.append(document_lengths[-1] + document_lengths[-2])
-    documents = np.repeat(np.arange(len(document_lengths)) + 1, document_lengths)[:length]
-    starts = np.searchsorted(documents, documents)
-    positions = np.arange(length) - starts
-    return _Row(
-        tf.nest.map_structure(first_row, x.inputs),
-        documents[None].astype(np.int32),
-        positions[None].astype(np.int32),
-    )
+def _remedy_for_masks(row: Batch) -> str:
+    """Returns a sentence about ids of 0, where there are any."""
+    for array in tf.nest.flatten(row.x.inputs):
+        if array.dtype.kind in "iu" and not array.all():
+            return (
+                " Where a layer masks tokens of id 0 (mask_zero=True), no document may hold that "
+                "id: with all keys masked, attention is a mean over the whole row."
+            )
+    return ""
 
 
-def _with_other_tokens(row: _Row) -> Nest:
-    """Returns a row's inputs with other tokens in its documents of odd numbers."""
-    places = np.flatnonzero(row.documents[0] % 2 == 1)
-
-    def replaced(array: np.ndarray, values: np.ndarray) -> np.ndarray:
-        changed = array.copy()
-        changed[:, places] = values[:, places]
-        return changed
-
-    for shift in (1, row.documents.shape[1] // 2):
-        shifted = tf.nest.map_structure(
-            lambda array, shift=shift: replaced(array, np.roll(array, shift, 1)), row.inputs
+def _require_same_for_other_places(call: _TracedCall, row: Batch, dtype: str) -> None:
+    """Raises ValueError if a document's results change with its place in the row."""
+    order = order_moved(row)
+    tolerance = _CHANGE_BY_PLACE.get(dtype, _CHANGE_BY_PLACE["float16"])
+    before, after = call.run(row, moved(row))
+    changed = []
+    for number, (there, here) in enumerate(zip(before, after, strict=True)):
+        if _differ(there[:, order], here, np.ones(len(order), bool), tolerance):
+            changed.append(number)
+    # Rotary positions change what is between, but no result of the model.
+    if not call.outputs.isdisjoint(changed):
+        raise ValueError(
+            f"x holds packed rows, and {call.names[changed[0]]} computes by the place of a token "
+            f"in its row, which is not its place in its document. {_REMEDY}"
         )
-        if _any_differ(shifted, row.inputs):
-            return shifted
-    # The row has one token alone, again and again: 0 or 1 take its place.
-    zeros = tf.nest.map_structure(lambda array: replaced(array, np.zeros_like(array)), row.inputs)
-    if _any_differ(zeros, row.inputs):
-        return zeros
-    return tf.nest.map_structure(lambda array: replaced(array, np.ones_like(array)), row.inputs)
-
-
-def _any_differ(nest: Nest, other: Nest) -> bool:
-    pairs = zip(tf.nest.flatten(nest), tf.nest.flatten(other), strict=True)
-    return any((array != other_array).any() for array, other_array in pairs)
 
 
 def _has_tokens(tensor: tf.Tensor, length: int) -> bool:
@@ -217,17 +197,19 @@ class _TracedCall(NamedTuple):
     """A call of a model, and the layers whose results it returns, in the order of their ends."""
 
     names: list[str]
+    outputs: set[int]  # the places of the model's outputs among the results
     run: Callable[..., list[list[np.ndarray]]]  # the results for each of some rows
 
 
-def _trace(objective: ModelObjective, row: _Row, training: bool) -> _TracedCall:
+def _trace(objective: ModelObjective, row: Batch, training: bool) -> _TracedCall:
     """Traces a call of the model for a row."""
     model = objective.model
-    length = row.documents.shape[1]
+    length = row.x.documents.shape[1]
     called = model.called_layers
     names: list[str] = []
+    output_places: set[int] = set()
 
-    def compute(row: _Row) -> list[tf.Tensor]:
+    def compute(x: PackedRows) -> list[tf.Tensor]:
         recorder = _Recorder(model.model, length)
         interceptors = documents.make_interceptors(called)
         attending: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -240,7 +222,6 @@ def _trace(objective: ModelObjective, row: _Row, training: bool) -> _TracedCall:
                 interceptors.append(Interceptor(layer, "call", call_layer, Role.OBSERVE))
         # Of blocks that repeat the first one is called alone.
         interceptors += probe_layers(model.model).interceptors
-        x = PackedRows(row.inputs, row.documents, row.positions, row.documents > 0)
         with attending, intercepting(interceptors):
             outputs = model(x, training)
         for output in tf.nest.flatten(outputs):
@@ -251,39 +232,43 @@ def _trace(objective: ModelObjective, row: _Row, training: bool) -> _TracedCall:
                 )
         recorder.record(outputs)
         names.extend(recorder.names)
+        output_ids = {id(output) for output in tf.nest.flatten(outputs)}
+        for place, result in enumerate(recorder.results):
+            if id(result) in output_ids:
+                output_places.add(place)
         return recorder.results
 
-    traced = tf.function(compute, autograph=False).get_concrete_function(
-        tf.nest.map_structure(tf.constant, row)
-    )
+    traced = tf.function(compute, autograph=False).get_concrete_function(as_tensors(row.x))
+    state_ids = {id(raw(variable)) for variable in objective.state}
 
-    def run(*rows: _Row) -> list[list[np.ndarray]]:
-        variables = list(traced.graph.variables)
-        assigned = {id(raw(variable)) for variable in objective.state}
-        weights = []
-        state = []  # seeds too: each call draws the same
-        for variable in variables:
-            is_weight = variable.dtype.is_floating and id(variable) not in assigned
-            if is_weight:
-                weights.append(variable)
-            else:
-                state.append(variable)
+    def run(*rows: Batch) -> list[list[np.ndarray]]:
+        weights, state = split_variables(traced, state_ids)
         results = []
-        with restored(weights):
-            for number, weight in enumerate(weights):
-                noise = tf.random.stateless_normal(weight.shape, [0, number])
-                weight.assign_add(tf.cast(_SHIFT_OF_WEIGHTS * noise, weight.dtype))
+        with shifted_weights(weights):
             for row in rows:
-                with restored(state):
-                    of_row = traced(tf.nest.map_structure(tf.constant, row))
+                with restored(state):  # seeds too: each call draws the same
+                    of_row = traced(as_tensors(row.x))
                     results.append([tf.cast(result, tf.float32).numpy() for result in of_row])
         return results
 
-    return _TracedCall(names, run)
+    return _TracedCall(names, output_places, run)
 
 
-def _differ(before: np.ndarray, after: np.ndarray, whole: np.ndarray, tolerance: float) -> bool:
-    """Tells if results differ by more than this fraction of the largest finite element."""
-    largest = np.max(np.abs(whole), initial=0.0, where=np.isfinite(whole))
-    close = np.isclose(before, after, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+def _differ(
+    before: np.ndarray, after: np.ndarray, is_compared: np.ndarray, tolerance: float
+) -> bool:
+    """Tells if results [1, T, ...] of some tokens differ.
+
+    They may by a fraction of the largest difference between tokens, and by rounding. What all
+    tokens share, such as -1e9 for what a mask leaves out, says nothing of the size of the others.
+    """
+    finite = np.where(np.isfinite(before), before, 0.0)
+    spread = np.max(np.ptp(finite, axis=1), initial=0.0)
+    close = np.isclose(
+        before[:, is_compared],
+        after[:, is_compared],
+        rtol=_ROUNDING,
+        atol=tolerance * spread,
+        equal_nan=True,
+    )
     return not bool(close.all())

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn, Protocol
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.basics.attributes import replaced
+from fastaccum.basics.attributes import Nest, replaced
 from fastaccum.basics.packed_rows import PackedRows
 from fastaccum.data.source import Stacks
 from fastaccum.data.stacks import Dispatch
@@ -20,6 +20,7 @@ from fastaccum.step import compilable, document_check
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.program import Program
 from fastaccum.step.running_state import Executed, RunningState
+from fastaccum.step.token_counts import TokenCounts, sources_of
 from fastaccum.step.tracing import TracedFunction
 from fastaccum.step.train_step import TrainStep
 
@@ -66,7 +67,8 @@ class Engine(abc.ABC):
     sharing: int = 1
     admission: MemoryAdmission | None = None
     shapes_are_free: bool = False
-    _keeps_documents_apart = False  # true once that is known of the model
+    # Lengths of packed rows, with or without training, for which the model keeps documents apart.
+    _tried_out: frozenset[tuple[int, bool]] = frozenset()
 
     @property
     @abc.abstractmethod
@@ -119,6 +121,15 @@ class Engine(abc.ABC):
                 program.retrace()
             yield
 
+    def count_tokens(self, x: Nest) -> None:
+        """Lets train steps on inputs like x count tokens, if these are packed rows."""
+        sources = sources_of(x)
+        counted = self.running.tokens
+        if sources == (None if counted is None else counted.sources):
+            return
+        self.running.tokens = None if sources is None else TokenCounts(sources)
+        self.retrace()
+
     @abc.abstractmethod
     def trace(self, dispatch: Dispatch) -> list[ConcreteFunction]:
         """Returns the concrete functions that one device runs for a dispatch, in order.
@@ -132,7 +143,7 @@ class Engine(abc.ABC):
         Raises ValueError if XLA cannot compile it, or if its rows are packed and the model mixes
         their documents; and OutOfMemoryError.
         """
-        self._require_documents_apart(dispatch)
+        self._require_documents_apart(dispatch, training=True)
         try:
             return self._dispatch(dispatch)
         except Exception as error:
@@ -143,19 +154,23 @@ class Engine(abc.ABC):
 
         The check raises ValueError for indices out of range.
         """
-        self._require_documents_apart(dispatch)
+        self._require_documents_apart(dispatch, training=False)
         try:
             return self._evaluate_dispatch(dispatch)
         except Exception as error:
             self._reraise(error)
 
-    def _require_documents_apart(self, dispatch: Dispatch) -> None:
-        x = dispatch.stacks[0].x
-        if self._keeps_documents_apart or not isinstance(x, PackedRows):
+    def _require_documents_apart(self, dispatch: Dispatch, training: bool) -> None:
+        """Raises ValueError if the model, a loss or a metric mixes the documents of packed rows."""
+        stack = dispatch.stacks[0]
+        if not isinstance(stack.x, PackedRows):
+            return
+        kind = int(stack.x.documents.shape[-1]), training
+        if kind in self._tried_out:
             return
         document_check.require_packable(self.objective)
-        document_check.require_documents_apart(self.objective, x)
-        self._keeps_documents_apart = True
+        document_check.require_documents_apart(self.objective, stack, training)
+        self._tried_out |= {kind}
 
     def require(self, executed: Executed, dispatch: Dispatch) -> None:
         """Waits for a dispatch.

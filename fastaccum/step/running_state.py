@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from fastaccum.adapters.metrics import Metrics
 from fastaccum.step.guards import IndexChecks, StuckSteps
+from fastaccum.step.token_counts import TokenCounts
 from fastaccum.step.train_step import StepResult
 
 
@@ -27,6 +28,9 @@ class RunningState:
     """The running means of losses, the metrics, the count of skipped steps, and the guards.
 
     The means are weighted by rows, as in Keras.
+
+    Attributes:
+        tokens: the counts of packed rows' tokens; None where rows are not packed.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class RunningState:
         for name, mean in self.means.items():
             # The name in `model.metrics`. The variables keep the names that checkpoints know.
             mean.name = name
+        self.tokens: TokenCounts | None = None
         self.skipped = tf.Variable(0, trainable=False, dtype=tf.int64, name="skipped_steps")
 
     @property
@@ -54,7 +59,7 @@ class RunningState:
     @property
     def log_variables(self) -> list[tf.Variable]:
         """The variables that the logs of losses and metrics are computed from."""
-        return [*_variables_of(self.means), *self.metrics.variables]
+        return [*_variables_of(self.means), *self.metrics.variables, *self._token_variables]
 
     @property
     def micro_batch_variables(self) -> list[tf.Variable]:
@@ -62,7 +67,11 @@ class RunningState:
 
         They start at zero and are added to, except those of metrics that users wrote.
         """
-        return [*self.metrics.variables, *_variables_of(self.losses)]
+        return [*self.metrics.variables, *_variables_of(self.losses), *self._token_variables]
+
+    @property
+    def _token_variables(self) -> list[tf.Variable]:
+        return [] if self.tokens is None else self.tokens.variables
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -77,6 +86,8 @@ class RunningState:
         for mean in self.means.values():
             mean.reset_state()
         self.metrics.reset()
+        if self.tokens is not None:
+            self.tokens.reset()
 
     def show(self, losses: Mapping[str, float]) -> None:
         """Sets the means, which `model.metrics` shows, to the losses of an evaluation."""
@@ -132,6 +143,8 @@ class RunningState:
             "loss_scale": result.loss_scale,
             "skipped_steps": self.skipped.read_value(),
         }
+        if self.tokens is not None:
+            logs.update(self.tokens.logs())
         return Executed(
             result=result,
             logs=logs,

@@ -188,3 +188,16 @@ def test_rows_can_be_batched_shuffled_and_mapped():
     assert x.documents.shape == x.inputs.shape == y.shape == (2, 8)
     assert isinstance(x, PackedRows)
     assert keras.utils.unpack_x_y_sample_weight((x, y))[0] is x
+
+
+def test_weights_without_targets_are_weights():
+    ((x, y, weights),) = fa.pack([(np.array([1, 2, 3]), None, np.array([1.0, 0.0, 2.0]))], 4)
+    np.testing.assert_array_equal(y, [2, 3, 0, 0])
+    np.testing.assert_array_equal(weights, [1.0, 0.0, 2.0, 0.0])
+    np.testing.assert_array_equal(x.predicts, [1, 1, 0, 0])
+
+
+def test_large_ids_keep_their_values():
+    ids = [2**31 + 5, 2**40 + 7, 3]
+    ((x, _),) = fa.pack([np.array(ids), np.array([4])], 4)
+    np.testing.assert_array_equal(x.inputs, [*ids, 4])

@@ -522,5 +522,279 @@ class Count(keras.metrics.Metric):
 def test_a_metric_that_may_count_padding_is_refused():
     model = blocks(multi_head(), depth=1)
     trainer = trainer_of(model, 2, metrics=[Count()], jit_compile=False)
-    with pytest.raises(ValueError, match="a metric may count padding"):
+    with pytest.raises(ValueError, match="the metric 'count' does not count by token"):
         trainer.fit(rows_of()[0].batch(1), verbose=0)
+
+
+def cross_entropy(y, p):
+    return keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+
+
+def with_penalty(y, p):
+    return cross_entropy(y, p) + ops.mean(ops.square(p - ops.roll(p, 1, axis=1)), -1)
+
+
+def by_place(y, p):
+    return cross_entropy(y, p) * ops.linspace(1.0, 0.0, ops.shape(y)[1])
+
+
+def of_row_mean(y, p):
+    loss = cross_entropy(y, p)
+    return loss / ops.mean(loss, -1, keepdims=True)
+
+
+def of_real_share(y, p):
+    """The mean over the tags that are not 0, as for a document alone."""
+    is_real = ops.cast(y > 0, "float32")
+    return cross_entropy(y, p) * is_real / ops.mean(is_real, -1, keepdims=True)
+
+
+def first_twice(y, p):
+    loss = cross_entropy(y, p)
+    return ops.concatenate([2 * loss[:, :1], loss[:, 1:]], 1)
+
+
+def of_rows(y, p):
+    return ops.mean(cross_entropy(y, p), -1)
+
+
+MIXING_LOSSES = {
+    with_penalty: "lets tokens of a row's documents see one another",
+    by_place: "computes by the place of a token",
+    of_row_mean: "lets tokens of a row's documents see one another",
+    of_real_share: "lets tokens of a row's documents see one another",
+    first_twice: "computes by the place of a token",
+    of_rows: "a value for each token",
+}
+
+
+def hits_in_pairs(y, p):
+    hits = ops.cast(ops.argmax(p, -1) == ops.cast(y, "int64"), "float32")
+    return hits * ops.roll(hits, 1, axis=1)
+
+
+class MeanOfRows(keras.metrics.Mean):
+    """A mean of rows' means."""
+
+    def update_state(self, y, p, sample_weight=None):
+        loss = cross_entropy(y, p)
+        weight = ops.ones_like(loss) if sample_weight is None else sample_weight
+        super().update_state(ops.sum(loss * weight, -1) / (ops.sum(weight, -1) + 1e-7))
+
+
+class OwnMean(keras.metrics.Mean):
+    """A mean over tokens, by code of one's own."""
+
+    def update_state(self, y, p, sample_weight=None):
+        super().update_state(cross_entropy(y, p), sample_weight)
+
+
+def refusal_by_loss(loss=LOSS, **options):
+    keras.utils.set_random_seed(0)
+    model = blocks(multi_head(), depth=1)
+    before = weights_of(model)
+    with pytest.raises(ValueError, match="packed rows") as raised:
+        options = {"jit_compile": False, **options}
+        trainer_of(model, 2, loss=loss, **options).fit(rows_of()[0].batch(1), verbose=0)
+    for weight, variable in zip(before, model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(weight, variable.numpy())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("loss", MIXING_LOSSES, ids=lambda loss: loss.__name__)
+def test_a_loss_that_does_not_count_by_token_is_refused(loss):
+    assert MIXING_LOSSES[loss] in refusal_by_loss(loss)
+
+
+@pytest.mark.parametrize("metric", [hits_in_pairs, MeanOfRows(name="of_rows"), of_rows])
+def test_a_metric_that_does_not_count_by_token_is_refused(metric):
+    name = getattr(metric, "name", getattr(metric, "__name__", ""))
+    message = refusal_by_loss(metrics=[metric])
+    assert f"the metric {name!r}" in message or "a value for each token" in message
+
+
+@pytest.mark.parametrize("of_hub", [False, True])
+def test_a_metric_of_another_class_that_counts_tokens_is_taken(of_hub):
+    keras.utils.set_random_seed(0)
+    model = blocks(multi_head(), depth=1)
+    metric = OwnMean(name="mean")
+    if of_hub:
+        keras_hub = pytest.importorskip("keras_hub")
+        metric = keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0, name="mean")
+    trainer = trainer_of(model, 2, metrics=[metric], jit_compile=False)
+    rows = fa.pack([document[:LENGTH] for document in DOCUMENTS], LENGTH)
+    logs = trainer.evaluate(rows.batch(2), return_dict=True, verbose=0)
+    losses = []
+    for document in DOCUMENTS:
+        ids = document[:LENGTH]
+        losses += cross_entropy(ids[None, 1:], model(ids[None])[:, :-1]).numpy().ravel().tolist()
+    expected = np.exp(np.mean(losses)) if of_hub else np.mean(losses)
+    assert logs["mean"] == pytest.approx(expected, rel=1e-5)
+
+
+class PaddedVocabulary(layers.Layer):
+    """Logits of which some are masked out by a large number."""
+
+    def build(self, shape):
+        self.head = layers.Dense(VOCABULARY + 8)
+        self.head.build(shape)
+
+    def call(self, x):
+        is_used = ops.arange(VOCABULARY + 8) < VOCABULARY
+        return ops.where(is_used, self.head(x), -1e9)
+
+
+class WithSideResult(keras.Model):
+    """A model whose output is not the last thing that it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = layers.Embedding(VOCABULARY, WIDTH)
+        self.places = Table()
+        self.head = layers.Dense(VOCABULARY)
+        self.side = layers.Dense(2)
+
+    def call(self, ids):
+        x = self.embed(ids)
+        logits = self.head(self.places(x))
+        self.side(x)
+        return logits
+
+
+def with_masked_logits():
+    ids = keras.Input((None,), dtype="int32")
+    x = Table()(layers.Embedding(VOCABULARY, WIDTH)(ids))
+    return keras.Model(ids, PaddedVocabulary()(x))
+
+
+class RootOfWeights(layers.Layer):
+    """A gate whose weights must stay positive."""
+
+    def build(self, shape):
+        self.gate = self.add_weight((4,), initializer=keras.initializers.Constant(0.01))
+
+    def call(self, x):
+        return (x + ops.mean(x, 1, keepdims=True)) * ops.sum(ops.sqrt(self.gate))
+
+
+class InferenceOnly(layers.Layer):
+    def call(self, x, training=False):
+        return x if training else x - ops.mean(x, 1, keepdims=True)
+
+
+class TensorFlowNoise(layers.Layer):
+    def call(self, x):
+        return x + tf.random.normal(tf.shape(x))
+
+
+HIDDEN = {
+    "logits that a mask makes large": (with_masked_logits, "(Table) computes by the place"),
+    "a result after the output": (WithSideResult, "(Table) computes by the place"),
+    "weights under a root": (
+        lambda: blocks(RootOfWeights, depth=1),
+        "(RootOfWeights) lets tokens",
+    ),
+    "in inference alone": (lambda: blocks(InferenceOnly, depth=1), "(InferenceOnly) lets tokens"),
+    "random numbers": (
+        lambda: blocks(TensorFlowNoise, depth=1),
+        "(TensorFlowNoise) draws random numbers that differ from call to call",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_mixes_documents_is_found_where_it_hides(name):
+    make, message = HIDDEN[name]
+    keras.utils.set_random_seed(0)
+    model = make()
+    with pytest.raises(ValueError, match="packed rows") as raised:
+        trainer_of(model, 2, jit_compile=False).fit(rows_of()[0].batch(1), verbose=0)
+    assert message in str(raised.value)
+
+
+def test_each_length_of_rows_is_tried_out():
+    model = blocks(lambda: layers.Conv1D(WIDTH, 2, padding="causal", dilation_rate=LENGTH), depth=1)
+    trainer = trainer_of(model, 2, jit_compile=False)
+    trainer.fit(rows_of()[0].batch(1), verbose=0)
+    with pytest.raises(ValueError, match="Conv1D"):
+        trainer.fit(fa.pack(DOCUMENTS, 3 * LENGTH).batch(1), verbose=0)
+
+
+class Rotary(keras.Model):
+    """Rotary positions of its own, and the embedding's table as the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = layers.Embedding(VOCABULARY, WIDTH)
+        self.qkv = layers.Dense(3 * WIDTH)
+
+    def call(self, ids):
+        x = self.embed(ids)
+        batch, length = ops.shape(ids)
+        q, k, v = ops.split(ops.reshape(self.qkv(x), (batch, length, 3, WIDTH)), 3, axis=2)
+        angles = ops.arange(length, dtype="float32")[:, None] / 10 ** ops.arange(
+            0, WIDTH // 2, dtype="float32"
+        )
+        sin, cos = ops.sin(angles)[:, None], ops.cos(angles)[:, None]
+
+        def turned(t):
+            a, b = ops.split(t, 2, axis=-1)
+            return ops.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+        attended = ops.dot_product_attention(turned(q), turned(k), v, is_causal=True)
+        x = x + ops.squeeze(attended, 2)
+        return x @ ops.transpose(self.embed.embeddings)
+
+
+class PlacesBy(layers.Layer):
+    """Learned positions that are looked up by ids made in some way."""
+
+    def __init__(self, make_ids):
+        super().__init__()
+        self.make_ids = make_ids
+        self.tokens = layers.Embedding(VOCABULARY, WIDTH)
+        self.places = layers.Embedding(LENGTH, WIDTH)
+
+    def call(self, ids):
+        return self.tokens(ids) + self.places(self.make_ids(ids))
+
+
+PLACES = {
+    "tf.range": lambda ids: tf.range(tf.shape(ids)[-1]),
+    "an axis of rows": lambda ids: ops.arange(ops.shape(ids)[1])[None],
+    "expand_dims": lambda ids: ops.expand_dims(ops.arange(ops.shape(ids)[1]), 0),
+    "broadcast_to": lambda ids: ops.broadcast_to(ops.arange(ops.shape(ids)[1]), ops.shape(ids)),
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Rotary,
+        *(
+            pytest.param(lambda f=f: blocks(multi_head(), 1, PlacesBy(f)), id=name)
+            for name, f in PLACES.items()
+        ),
+    ],
+)
+def test_positions_of_ones_own_make_the_same_update(make):
+    keras.utils.set_random_seed(0)
+    model = make()
+    model(np.ones((1, LENGTH), "int32"))
+    before = weights_of(model)
+    expected, _ = expected_update(model)
+    rows, count = rows_of()
+    trainer_of(model, count, jit_compile=False).fit(rows.batch(1), verbose=0)
+    assert update_error(before, expected, model) < 2e-5
+
+
+def test_rows_that_were_saved_and_loaded_are_packed_rows(tmp_path):
+    model = blocks(multi_head(), depth=1)
+    trainer = trainer_of(model, 2, jit_compile=False)
+    rows, _ = rows_of()
+    rows.save(str(tmp_path / "rows"))
+    loaded = tf.data.Dataset.load(str(tmp_path / "rows"))
+    expected = trainer.evaluate(rows.batch(2), verbose=0)
+    assert trainer.evaluate(loaded.batch(2), verbose=0) == expected
+    with pytest.raises(ValueError, match=r"one at a time: pass batches of them, x.batch\(8\)"):
+        trainer.fit(rows, verbose=0)
