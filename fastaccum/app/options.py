@@ -146,6 +146,11 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
     add = train.add_argument
     text_help = "the text; by default the source code of Python's standard library"
     add("paths", nargs="*", metavar="FILE or FOLDER", help=text_help)
+    pack_help = (
+        "train on whole files, several of them in one piece of text and none seeing another, "
+        "instead of on pieces that begin anywhere"
+    )
+    add("--pack", action="store_true", help=pack_help)
     steps_help = "updates of the weights, in all (%(default)s)"
     add("--steps", type=_whole(1, MOST_STEPS), default=300, metavar="N", help=steps_help)
     size_help = "pieces of text that go through the model at once, a micro-batch (%(default)s)"

@@ -93,11 +93,17 @@ class Run:
         if 8 * options.batch_size * options.accum * self.context > device.available("CPU:0").free:
             raise MemoryError  # for a step's ids and labels alone
         self.text = text.read_text(options.paths)
-        windows = MOST_STEPS * MOST  # more than any run takes
-        self.windows = text.RandomWindows(
-            self.text.train, self.context, options.batch_size, windows, options.seed
-        )
-        self.held_out = text.spread_windows(self.text.held_out, self.context, HELD_OUT_WINDOWS)
+        # What to train on, in micro-batches, and (x, y) to evaluate with.
+        self.windows: Any
+        self.held_out: tuple[Any, Any]
+        if options.pack:
+            self.windows, self.held_out = self._pack()
+        else:
+            windows = MOST_STEPS * MOST  # more than any run takes
+            self.windows = text.RandomWindows(
+                self.text.train, self.context, options.batch_size, windows, options.seed
+            )
+            self.held_out = text.spread_windows(self.text.held_out, self.context, HELD_OUT_WINDOWS)
         self.model = gpt(BYTES, preset=options.preset, dtype=options.precision)
         optimizer = make_optimizer(options.optimizer, make_schedule(options.lr, options.steps))
         self.trainer = Trainer(
@@ -109,6 +115,9 @@ class Run:
         )
         self.identity = {name: getattr(options, name) for name in OPTIONS}
         self.identity["text_sha256"] = self.text.sha256
+        if options.pack:
+            self.identity["pack"] = True
+            self.identity["text_sha256"] = self.text.sha256_of_files
         # Absolute: the run may be resumed from another working directory.
         self.config = {
             **self.identity,
@@ -117,6 +126,19 @@ class Run:
         if self.steps > options.steps:
             self.config[EXTENDED] = self.steps
         self._say(f"{kind} {device_name}, {options.precision}")
+
+    def _pack(self) -> tuple[Any, tuple[Any, Any]]:
+        """Returns packed rows of the text, to train on and to evaluate with."""
+        options = self.options
+        rows = text.packed_rows(
+            self.text.train, self.text.train_lengths, self.context, options.seed
+        )
+        held_out = text.packed_rows(
+            self.text.held_out, self.text.held_out_lengths, self.context, options.seed
+        )
+        most = min(HELD_OUT_WINDOWS, math.ceil(len(self.text.held_out) / self.context))
+        x_and_y = next(iter(held_out.batch(most)))
+        return rows.batch(options.batch_size, drop_remainder=True), x_and_y
 
     def _say(self, device_line: str) -> None:
         """Prints what is trained, on what and how."""
@@ -131,7 +153,7 @@ class Run:
         say(
             "batch",
             f"micro-batch {options.batch_size} x accumulation {options.accum} = global batch "
-            f"{rows:,} windows of {self.context:,} bytes",
+            f"{rows:,} {'packed rows' if options.pack else 'windows'} of {self.context:,} bytes",
         )
         say(
             "training",
@@ -153,7 +175,7 @@ def resume(options: argparse.Namespace) -> Run:
         ValueError: raised if the run cannot continue as it began.
     """
     flags = {name: f"--{name.replace('_', '-')}" for name in OPTIONS}
-    kept = {"--out", *flags.values()} - {"--steps"}
+    kept = {"--out", "--pack", *flags.values()} - {"--steps"}
     extra = sorted(kept & options.named_options)
     if options.paths:
         extra.append("FILE or FOLDER")
@@ -169,6 +191,7 @@ def resume(options: argparse.Namespace) -> Run:
         # Through the parser again: it knows what each may be.
         arguments = [f"{flag}={config[name]}" for name, flag in flags.items()]
         parsed = options.parser.parse_args([*arguments, "--", *map(str, config["paths"])], options)
+        parsed.pack = bool(config.get("pack"))
         began_with = str(config["text_sha256"])
         steps = _steps_of(config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadArgument) as error:
@@ -184,10 +207,11 @@ def resume(options: argparse.Namespace) -> Run:
             )
         steps = new_steps
     run = Run(parsed, steps, _done_in(Path(options.resume, CHECKPOINTS)))
-    if run.text.sha256 != began_with:
+    text_now = str(run.identity["text_sha256"])
+    if text_now != began_with:
         raise ValueError(
             f"--resume {options.resume}: the text has changed since the run began: its "
-            f"text_sha256 was {began_with:.12}, is {run.text.sha256:.12}; put it back, or begin "
+            f"text_sha256 was {began_with:.12}, is {text_now:.12}; put it back, or begin "
             "a new run"
         )
     return run

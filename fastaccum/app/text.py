@@ -7,28 +7,41 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from fastaccum.app.options import CONFIG_FILE, TEMPERATURE
+from fastaccum.data.packing import pack
 
 # One file of so many is held out, or else the last of so many parts of the text: 5%.
 HELD_OUT_EVERY = 20
+BUFFER_BYTES = 2**22  # of files that are packed together, about
 
 
 class Text(NamedTuple):
-    """Byte ids, uint8, to train on and to evaluate with."""
+    """Byte ids, uint8, to train on and to evaluate with, and the bytes of each file in them."""
 
     train: np.ndarray
     held_out: np.ndarray
+    train_lengths: np.ndarray
+    held_out_lengths: np.ndarray
 
     @property
     def sha256(self) -> str:
         """The SHA-256 of the text to train on, followed by the one held out."""
         digest = hashlib.sha256(self.train.data)
         digest.update(self.held_out.data)
+        return digest.hexdigest()
+
+    @property
+    def sha256_of_files(self) -> str:
+        """The SHA-256 of the text and of where its files end."""
+        digest = hashlib.sha256(self.sha256.encode())
+        for lengths in (self.train_lengths, self.held_out_lengths):
+            digest.update(np.ascontiguousarray(lengths, "<i8").data)
         return digest.hexdigest()
 
 
@@ -74,11 +87,11 @@ def read_text(paths: Sequence[str | os.PathLike[str]] = ()) -> Text:
             f"no text in {where}: give a file or a folder that holds some, other than those of a "
             "run."
         )
-    return Text(*split(contents))
+    return split(contents)
 
 
-def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Splits contents of files into `(train, held_out)`, uint8 arrays, always in the same way.
+def split(contents: Sequence[bytes]) -> Text:
+    """Splits contents of files into those to train on and those held out, always in the same way.
 
     Every 20th file is held out whole. If there are fewer than 20, or if those have less than 1% of
     all bytes, the last 20th of the joined text is held out instead.
@@ -92,11 +105,30 @@ def split(contents: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
             train.append(content)
     total = sum(map(len, contents))
     total_held_out = sum(map(len, held_out))
-    if len(contents) < HELD_OUT_EVERY or 100 * total_held_out < total:
-        joined = np.frombuffer(b"".join(contents), np.uint8)
-        end = total - total // HELD_OUT_EVERY
-        return joined[:end], joined[end:]
-    return np.frombuffer(b"".join(train), np.uint8), np.frombuffer(b"".join(held_out), np.uint8)
+    if len(contents) >= HELD_OUT_EVERY and 100 * total_held_out >= total:
+        return Text(_join(train), _join(held_out), _lengths(train), _lengths(held_out))
+
+    joined = _join(contents)
+    end = total - total // HELD_OUT_EVERY
+    file_ends = np.cumsum(_lengths(contents))
+    ends_of_train = np.minimum(file_ends, end)
+    starts_of_held_out = np.maximum(file_ends - _lengths(contents), end)
+    train_lengths = np.diff(ends_of_train, prepend=0)
+    held_out_lengths = np.maximum(file_ends - starts_of_held_out, 0)
+    return Text(
+        joined[:end],
+        joined[end:],
+        train_lengths[train_lengths > 0],
+        held_out_lengths[held_out_lengths > 0],
+    )
+
+
+def _join(contents: Sequence[bytes]) -> np.ndarray:
+    return np.frombuffer(b"".join(contents), np.uint8)
+
+
+def _lengths(contents: Sequence[bytes]) -> np.ndarray:
+    return np.array([len(content) for content in contents], np.int64)
 
 
 class RandomWindows(keras.utils.PyDataset):
@@ -125,6 +157,26 @@ class RandomWindows(keras.utils.PyDataset):
         return _windows_at(self.ids, starts, self.context)
 
 
+def packed_rows(
+    ids: np.ndarray, lengths: np.ndarray, context: int, seed: int
+) -> tf.data.Dataset[Any]:
+    """Makes rows of `context` bytes without end, in which each file is a document of its own.
+
+    Args:
+        ids: the bytes of all files, one after the other.
+        lengths: the bytes of each file.
+        context: bytes of a row; longer files are cut.
+        seed: draws the order of files, another one in each pass, and of rows.
+    """
+    _check_length(ids, context, "text")
+    files = tf.RaggedTensor.from_row_lengths(ids, lengths[lengths > 0])
+    count = int(files.nrows())
+    documents = tf.data.Dataset.from_tensor_slices(files).shuffle(count, seed).repeat()
+    documents = documents.map(lambda file: tf.cast(file, tf.int32))
+    buffer_size = min(count, max(1, BUFFER_BYTES * count // len(ids)))
+    return pack(documents, context, buffer_size=buffer_size, seed=seed)
+
+
 def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:
     """Takes up to `most` windows that do not overlap, spread evenly.
 
@@ -151,7 +203,6 @@ def generate(
     Raises:
         ValueError: raised if the model's logits are not finite.
     """
-    import tensorflow as tf
 
     @tf.function(jit_compile=True, autograph=False)
     def logits_at(ids_BT, position):

@@ -162,12 +162,15 @@ def what_was_learned(folder):
 
 
 @pytest.mark.slow
-def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source):
+@pytest.mark.parametrize("pack", [False, True])
+def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source, pack):
     """SIGKILL, Ctrl-C, then SIGTERM, each in mid-run; the last row is short. What goes on takes
     compiled programs from the cache, as runs do unless they are told otherwise.
     """
     cache = {"FASTACCUM_COMPILE_CACHE": str(tmp_path / "cache")}
     options = ["--steps", "301", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "20"]
+    if pack:
+        options.append("--pack")
     whole = start(["train", source, *options, "--out", "whole"], tmp_path, TINY)  # compiles
     process = start(["train", source, *options, "--out", "ended"], tmp_path, TINY, **cache)
     folder, moved = tmp_path / "ended", tmp_path / "moved"
