@@ -226,22 +226,33 @@ def stop_then_kill(folder, processes):
     processes[1].send_signal(signal.SIGKILL)
 
 
-def test_workers_stopped_for_a_while_and_killed_equal_one_device(tmp_path):
+@pytest.mark.parametrize("mode", ["plain", "packed"])
+def test_workers_stopped_for_a_while_and_killed_equal_one_device(tmp_path, mode):
     """Stops a worker for 3 s (SIGSTOP, SIGCONT), then kills it. A new pair trains the rest."""
     end = functools.partial(stop_then_kill, tmp_path / "ended")
     for name, ends in (("whole", []), ("ended", [(7, end)])):
         (tmp_path / name).mkdir()
-        runs = list(saved(tmp_path / name, *ends, mode="plain"))
+        runs = list(saved(tmp_path / name, *ends, mode=mode))
     (killed, _), (last, said) = runs
     assert killed[1] == -9 and killed[0] not in (0, None)
     assert last == [0, 0], said[-4000:]
     assert said.count("resumed from ") == 2
-    alone = worker.make(keras, seed=0)
-    trainer = fa.Trainer(
-        alone, keras.optimizers.Adam(0.01), "mse", gradient_accumulation_steps=2, jit_compile=False
-    )
     x, y = worker.data()
-    trainer.fit(x, y, batch_size=5, epochs=worker.EPOCHS, verbose=0)
+    data = {"x": x, "y": y, "batch_size": 5}
+    alone = worker.make(keras, seed=0)
+    loss = "mse"
+    if mode == "packed":
+        data = {"x": worker.packed(fa)}
+        alone = worker.language_model(keras, seed=0)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    trainer = fa.Trainer(
+        alone, keras.optimizers.Adam(0.01), loss, gradient_accumulation_steps=2, jit_compile=False
+    )
+    history = trainer.fit(**data, epochs=worker.EPOCHS, verbose=0).history
+    if mode == "packed":
+        # Each worker logs the shares of all rows.
+        for name in ("real_tokens", "tokens_of_low"):
+            assert f"{name}: {history[name][-1]:.4f}" in said
     for index in range(2):
         whole, ended = (
             np.load(tmp_path / name / f"weights{index}.npz") for name in ("whole", "ended")

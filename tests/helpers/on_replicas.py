@@ -211,6 +211,43 @@ def check_tokens_weights_tails_and_clipping():
         assert_close(now[: len(trainer.model.weights)], then[: len(trainer.model.weights)], 0)
 
 
+def check_packed_rows():
+    """The update is that on one device, and so are the shares of tokens; mixing is refused."""
+    ids = [RNG.integers(1, 11, length).astype("int32") for length in (3, 8, 2, 5, 7, 1, 4, 6, 8)]
+    rows = {"a": fa.pack(ids[:4], 8), "b": fa.pack(ids[4:], 8)}
+    batches = fa.mix(rows, {"a": 1, "b": 1}, stop="all_exhausted").batch(3)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def language_model(mixing=False):
+        keras.utils.set_random_seed(1)
+        tokens = keras.Input((None,), dtype="int32")
+        x = keras.layers.Embedding(11, 8)(tokens)
+        x = x + keras.layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True)
+        if mixing:
+            x = keras.layers.Conv1D(8, 3, padding="same")(x)
+        return keras.Model(tokens, keras.layers.Dense(11)(x))
+
+    alone = fa.Trainer(
+        language_model(), keras.optimizers.SGD(0.1), loss, gradient_accumulation_steps=2
+    )
+    model = replicated(language_model)
+    trainer = fa.Trainer(model, keras.optimizers.SGD(0.1), loss, gradient_accumulation_steps=2)
+    expected = alone.fit(batches, epochs=2, verbose=0).history
+    history = trainer.fit(batches, epochs=2, verbose=0).history
+    assert_same_on_all(trainer)
+    for name, values_of_epochs in expected.items():
+        np.testing.assert_allclose(history[name], values_of_epochs, rtol=1e-5, err_msg=name)
+    for ours, theirs in zip(model.get_weights(), alone.model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    np.testing.assert_allclose(
+        trainer.evaluate(batches, verbose=0), alone.evaluate(batches, verbose=0), rtol=1e-5
+    )
+
+    model = replicated(lambda: language_model(mixing=True))
+    with pytest.raises(ValueError, match="Conv1D"):
+        fa.Trainer(model, "sgd", loss).fit(batches, verbose=0)
+
+
 def check_losses_that_compute_with_the_number_of_rows():
     """That number is the update's, and in an evaluation the batch's, however many replicas share
     the rows.

@@ -3,7 +3,8 @@
 With MODE "train" it trains 20 steps, evaluates, predicts, then is given data that workers may not
 be given, and leaves what came of it in FOLDER; with "forever" it trains until something ends it;
 with "saved" it trains with checkpoints in FOLDER and goes on from them, and leaves its weights
-there, with "plain" the same without dropout; with "differ" it tries what DIFFERENT lists, one after
+there, with "plain" the same without dropout, with "packed" a language model on a mix of packed
+rows; with "differ" it tries what DIFFERENT lists, one after
 the other; with "absent" the second worker never trains; with "stuck" it is held up in the fourth
 step, as data or a callback may hold it up; with "slow" a step takes long on both, and the chief
 alone reads its logs; with "other's label" it alone is given one that is out of range; with "shares"
@@ -51,6 +52,28 @@ def make(keras, seed):
 def with_dropout(keras, seed):
     model = make(keras, seed)
     return keras.Sequential([keras.Input((6,)), keras.layers.Dropout(0.2), *model.layers])
+
+
+def language_model(keras, seed):
+    keras.utils.set_random_seed(seed)
+    ids = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(17, 8)(ids)
+    # The bias of keys has no gradient but rounding, of which Adam makes steps.
+    attention = keras.layers.MultiHeadAttention(2, 4, use_bias=False)
+    x = x + attention(x, x, use_causal_mask=True)
+    return keras.Model(ids, keras.layers.Dense(17)(x))
+
+
+def packed(fa):
+    """Batches of a mix of packed rows; the last batch is short."""
+    rng = np.random.default_rng(1)
+
+    def rows(low, high):
+        texts = [rng.integers(low, high, n).astype("int32") for n in rng.integers(2, 14, 90)]
+        return fa.pack(texts, 16, buffer_size=20, seed=0)
+
+    mixed = fa.mix({"low": rows(1, 9), "high": rows(9, 17)}, {"low": 1, "high": 1})
+    return mixed.take(43).batch(5)
 
 
 def refusals(trainer, x, y, worker, tf):
@@ -331,7 +354,7 @@ def main(ports, index, mode, folder):
 
     x, y = data()
     with strategy.scope():
-        make_model = with_dropout if mode == "saved" else make
+        make_model = {"saved": with_dropout, "packed": language_model}.get(mode, make)
         # the chief's initial weights and shuffling are everyone's
         model = make_model(keras, seed=index)
     if mode == "differ":
@@ -382,15 +405,18 @@ def main(ports, index, mode, folder):
             callbacks=[] if index else [reading(keras)],
         )
         return
-    if mode in ("saved", "plain", "saved shares") or mode.startswith("killed in share"):
+    if mode in ("saved", "plain", "packed", "saved shares") or mode.startswith("killed in share"):
         if mode == f"killed in share {index}":
             import killed
 
             killed.kill_self_at("open", 1, f"{folder}/checkpoints", named="step-00000014.writing-")
-        if mode in ("saved", "plain"):
+        if mode in ("saved", "plain", "packed"):
             adam = keras.optimizers.Adam(0.01)
+            loss = "mse"
+            if mode == "packed":
+                loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             trainer = fa.Trainer(
-                model, adam, "mse", gradient_accumulation_steps=2, jit_compile=False
+                model, adam, loss, gradient_accumulation_steps=2, jit_compile=False
             )
         else:
             trainer = with_shares(model, adamw(keras), fa)
@@ -398,7 +424,10 @@ def main(ports, index, mode, folder):
             on_train_batch_end=lambda batch, logs: time.sleep(0.03)
         )
         saved = {"checkpoint_dir": f"{folder}/checkpoints", "checkpoint_every": 7}
-        trainer.fit(x, y, batch_size=5, epochs=EPOCHS, callbacks=[slow], verbose=2, **saved)
+        fitted = {"x": x, "y": y, "batch_size": 5}
+        if mode == "packed":
+            fitted = {"x": packed(fa)}
+        trainer.fit(**fitted, epochs=EPOCHS, callbacks=[slow], verbose=2, **saved)
         held = [v for v in trainer.optimizer.variables if v.value.is_initialized()]
         arrays = [*model.get_weights(), *(v.numpy() for v in held)]
         np.savez(pathlib.Path(folder) / f"weights{index}.npz", *arrays)

@@ -798,3 +798,47 @@ def test_rows_that_were_saved_and_loaded_are_packed_rows(tmp_path):
     assert trainer.evaluate(loaded.batch(2), verbose=0) == expected
     with pytest.raises(ValueError, match=r"one at a time: pass batches of them, x.batch\(8\)"):
         trainer.fit(rows, verbose=0)
+
+
+def test_a_plan_and_batch_size_auto_take_packed_rows(capsys):
+    keras.utils.set_random_seed(0)
+    rows, count = rows_of(DOCUMENTS * 4)
+    results = []
+    for options in ({}, {"batch_size": "auto", "global_batch_size": count}):
+        model = blocks(multi_head(), depth=1)
+        model.set_weights([np.cos(np.arange(w.size)).reshape(w.shape) for w in model.get_weights()])
+        before = weights_of(model)
+        trainer = trainer_of(model, count)
+        trainer.fit(rows.batch(1), verbose=0, **options)
+        results.append(weights_of(model))
+    plan = fa.plan(trainer, rows.batch(1), global_batch_size=count)
+    assert plan.batch_size * plan.accumulation_steps >= count
+    largest = max(np.abs(b - a).max() for a, b in zip(before, results[0], strict=True))
+    for weight, other in zip(*results, strict=True):
+        assert np.abs(weight - other).max() < 2e-5 * largest
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_training_goes_on_in_other_pieces(tmp_path):
+    """Four micro-batches of one row, then two of two: the same updates to rounding."""
+    rows, _ = rows_of(DOCUMENTS * 2)
+    rows = rows.take(8)
+
+    def run(folder, batch_size, epochs):
+        keras.utils.set_random_seed(0)
+        model = blocks(multi_head(), depth=1)
+        trainer = fa.Trainer(
+            model,
+            keras.optimizers.SGD(0.1, momentum=0.9),
+            LOSS,
+            gradient_accumulation_steps=4 // batch_size,
+            jit_compile=False,
+        )
+        trainer.fit(rows.batch(batch_size), epochs=epochs, verbose=0, checkpoint_dir=folder)
+        return weights_of(model)
+
+    whole = run(tmp_path / "whole", 1, 3)
+    run(tmp_path / "parts", 1, 1)
+    for weight, other in zip(whole, run(tmp_path / "parts", 2, 3), strict=True):
+        np.testing.assert_allclose(weight, other, atol=1e-5)
