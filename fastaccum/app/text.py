@@ -171,8 +171,9 @@ def packed_rows(
     _check_length(ids, context, "text")
     files = tf.RaggedTensor.from_row_lengths(ids, lengths[lengths > 0])
     count = int(files.nrows())
-    documents = tf.data.Dataset.from_tensor_slices(files).shuffle(count, seed).repeat()
-    documents = documents.map(lambda file: tf.cast(file, tf.int32))
+    # Numbers are shuffled, not files, since checkpoints hold what is being shuffled.
+    numbers = tf.data.Dataset.range(count).shuffle(count, seed).repeat()
+    documents = numbers.map(lambda number: tf.cast(files[number], tf.int32))
     buffer_size = min(count, max(1, BUFFER_BYTES * count // len(ids)))
     return pack(documents, context, buffer_size=buffer_size, seed=seed)
 

@@ -157,6 +157,7 @@ def what_was_learned(folder):
     tensors = {
         name: tensor.numpy().tobytes()
         for name, tensor in store.latest(folder / "checkpoints").tensors().items()
+        if tensor.dtype != "variant"  # an iterator's state, which has no bytes of its own
     }
     return {"tensors": tensors, "rows": (folder / "metrics.csv").read_bytes()}
 

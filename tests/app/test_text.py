@@ -25,19 +25,25 @@ def test_split_is_disjoint_complete_and_repeatable(sizes):
         ends = np.cumsum(sizes)
         return [ids[end - size : end].tobytes() for end, size in zip(ends, sizes, strict=True)]
 
-    pairs = zip(text.split(cut(low)), text.split(cut(high)), strict=True)
+    first = text.split(cut(low))
+    pairs = zip(first[:2], text.split(cut(high))[:2], strict=True)
     parts = [np.stack(pair, -1) for pair in pairs]
     train, held_out = ({int(a) + 256 * int(b) for a, b in part} for part in parts)
     assert not train & held_out
     assert train | held_out == set(range(sum(sizes)))
     assert len(held_out) >= 0.03 * len(train)
-    for again, part in zip(text.split(cut(low)), parts, strict=True):
+    for again, part in zip(text.split(cut(low))[:2], parts, strict=True):
         np.testing.assert_array_equal(again, part[:, 0])
+    # Files end where they did; one of them may end in both parts.
+    for part, lengths in zip(first[:2], (first.train_lengths, first.held_out_lengths), strict=True):
+        assert sum(lengths) == len(part) and min(lengths) > 0
+    assert len(first.train_lengths) + len(first.held_out_lengths) - len(sizes) in (0, 1)
 
 
 def test_many_files_are_held_out_whole():
     contents = [bytes([i]) * 10 for i in range(40)]
-    train, held_out = text.split(contents)
+    train, held_out, train_lengths, held_out_lengths = text.split(contents)
+    assert train_lengths.tolist() == [10] * 38 and held_out_lengths.tolist() == [10, 10]
     assert sorted(set(held_out)) == [9, 29]
     assert not set(held_out) & set(train)
 
