@@ -25,6 +25,7 @@ from fastaccum.layers.interceptors import Interceptor, Role, intercepting
 from fastaccum.layers.scan import probe_layers
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.probe_rows import (
+    ProbeRow,
     as_tensors,
     is_watched,
     make_row,
@@ -93,7 +94,7 @@ def require_documents_apart(objective: ModelObjective, stack: Batch, training: b
     require_counts_by_token(objective, row)
 
 
-def _require_same_for_other_tokens(call: _TracedCall, row: Batch) -> None:
+def _require_same_for_other_tokens(call: _TracedCall, row: ProbeRow) -> None:
     """Raises ValueError if a document's results change with the tokens of others."""
     watched = is_watched(row)
     before, after = call.run(row, with_other_tokens(row))
@@ -113,7 +114,7 @@ def _require_same_for_other_tokens(call: _TracedCall, row: Batch) -> None:
         )
 
 
-def _remedy_for_masks(row: Batch) -> str:
+def _remedy_for_masks(row: ProbeRow) -> str:
     """Returns a sentence about ids of 0, where there are any."""
     for array in tf.nest.flatten(row.x.inputs):
         if array.dtype.kind in "iu" and not array.all():
@@ -124,7 +125,7 @@ def _remedy_for_masks(row: Batch) -> str:
     return ""
 
 
-def _require_same_for_other_places(call: _TracedCall, row: Batch, dtype: str) -> None:
+def _require_same_for_other_places(call: _TracedCall, row: ProbeRow, dtype: str) -> None:
     """Raises ValueError if a document's results change with its place in the row."""
     order = order_moved(row)
     tolerance = _CHANGE_BY_PLACE.get(dtype, _CHANGE_BY_PLACE["float16"])
@@ -201,7 +202,7 @@ class _TracedCall(NamedTuple):
     run: Callable[..., list[list[np.ndarray]]]  # the results for each of some rows
 
 
-def _trace(objective: ModelObjective, row: Batch, training: bool) -> _TracedCall:
+def _trace(objective: ModelObjective, row: ProbeRow, training: bool) -> _TracedCall:
     """Traces a call of the model for a row."""
     model = objective.model
     length = row.x.documents.shape[1]
@@ -241,7 +242,7 @@ def _trace(objective: ModelObjective, row: Batch, training: bool) -> _TracedCall
     traced = tf.function(compute, autograph=False).get_concrete_function(as_tensors(row.x))
     state_ids = {id(raw(variable)) for variable in objective.state}
 
-    def run(*rows: Batch) -> list[list[np.ndarray]]:
+    def run(*rows: ProbeRow) -> list[list[np.ndarray]]:
         weights, state = split_variables(traced, state_ids)
         results = []
         with shifted_weights(weights):

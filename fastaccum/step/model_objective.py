@@ -448,7 +448,7 @@ class ModelObjective(Objective):
     def sums(self, batch: Batch, totals: Totals | None) -> tuple[tf.Tensor, tf.Tensor]:
         forward = self.forward(batch, training=True, totals=totals)
         self.update_metrics(batch, forward, training=True)
-        if self.running.tokens is not None:
+        if self.running.tokens is not None and isinstance(batch.x, PackedRows):
             self.running.tokens.add(batch.x, batch.mask)
         terms = forward.terms
         if totals is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -19,12 +19,20 @@ from fastaccum.data.stacks import Batch
 _SHIFT_OF_WEIGHTS = 0.05
 
 
-def make_row(stack: Batch) -> Batch:
+class ProbeRow(NamedTuple):
+    """A packed row with its targets: arrays [1, T, ...], or tensors in a trace."""
+
+    x: PackedRows
+    y: Any
+    sample_weight: Any
+
+
+def make_row(stack: Batch) -> ProbeRow:
     """Makes a row of the tokens of a stack's first row, in documents of 1, 2, 3, 5, 8, ... tokens.
 
     The documents fill the row. Its leaves are arrays [1, T, ...].
     """
-    x: PackedRows = stack.x
+    x: Any = stack.x
     length = int(x.documents.shape[-1])
     is_real = x.documents.numpy().reshape(-1, length)[0] > 0
     tokens = np.resize(np.flatnonzero(is_real), length)
@@ -50,15 +58,15 @@ def make_row(stack: Batch) -> Batch:
         (np.arange(length) - starts)[None].astype(np.int32),
         np.ones([1, length], bool),
     )
-    return Batch(packed, y, sample_weight)
+    return ProbeRow(packed, y, sample_weight)
 
 
-def is_watched(row: Batch) -> np.ndarray:
+def is_watched(row: ProbeRow) -> np.ndarray:
     """Tells which tokens are of documents of even numbers: bool [T]."""
     return row.x.documents[0] % 2 == 0
 
 
-def with_other_tokens(row: Batch) -> Batch:
+def with_other_tokens(row: ProbeRow) -> ProbeRow:
     """Returns a row with other tokens in the documents that are not watched.
 
     The last of these is padding, if it ends the row.
@@ -100,21 +108,21 @@ def with_other_tokens(row: Batch) -> Batch:
         documents = padded(documents)
     y, sample_weight = other_targets
     x = row.x._replace(inputs=other_inputs, documents=documents)
-    return Batch(x, y, sample_weight)
+    return ProbeRow(x, y, sample_weight)
 
 
-def order_moved(row: Batch) -> np.ndarray:
+def order_moved(row: ProbeRow) -> np.ndarray:
     """Returns the places from which tokens come when the last document comes first: int [T]."""
     return np.argsort(-row.x.documents[0], kind="stable")
 
 
-def moved(row: Batch) -> Batch:
+def moved(row: ProbeRow) -> ProbeRow:
     """Returns a row with its documents in the opposite order."""
     order = order_moved(row)
     return _map_arrays(lambda array: array[:, order], row)
 
 
-def predicting(row: Batch, tokens: np.ndarray) -> Batch:
+def predicting(row: ProbeRow, tokens: np.ndarray) -> ProbeRow:
     """Returns a row of whose targets those of some tokens count, bool [T]."""
     return row._replace(x=row.x._replace(predicts=tokens[None] & (row.x.documents > 0)))
 

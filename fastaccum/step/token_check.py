@@ -20,6 +20,7 @@ from fastaccum.layers.interceptors import intercepting
 from fastaccum.layers.scan import probe_layers
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.probe_rows import (
+    ProbeRow,
     as_tensors,
     is_watched,
     moved,
@@ -46,7 +47,7 @@ class _Sums(NamedTuple):
     metrics: list[np.ndarray]  # the variables of the metrics
 
 
-def require_counts_by_token(objective: ModelObjective, row: Batch) -> None:
+def require_counts_by_token(objective: ModelObjective, row: ProbeRow) -> None:
     """Raises ValueError if a loss or metric makes something else of documents in one row.
 
     Args:
@@ -76,17 +77,18 @@ def require_counts_by_token(objective: ModelObjective, row: Batch) -> None:
 class _SumsOfRows:
     """Computes the sums of losses and metrics over rows, with weights that are moved a little."""
 
-    def __init__(self, objective: ModelObjective, row: Batch):
+    def __init__(self, objective: ModelObjective, row: ProbeRow):
         self._objective = objective
         self._metrics = objective.metrics
         self._traced = self._trace(row)
         self._scopes = contextlib.ExitStack()
 
-    def _trace(self, row: Batch) -> tf.types.experimental.ConcreteFunction:
+    def _trace(self, row: ProbeRow) -> tf.types.experimental.ConcreteFunction:
         objective = self._objective
         called = objective.model.called_layers
 
-        def compute(row: Batch) -> list[tf.Tensor]:
+        def compute(row: ProbeRow) -> list[tf.Tensor]:
+            batch = Batch(*row)
             interceptors = documents.make_interceptors(called)
             attending: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if objective.attention is not None:
@@ -95,8 +97,8 @@ class _SumsOfRows:
             # Of blocks that repeat the first one is called alone.
             interceptors += probe_layers(objective.model.model).interceptors
             with attending, intercepting(interceptors):
-                forward = objective.forward(row, training=False, observe=False)
-                objective.update_metrics(row, forward, training=False)
+                forward = objective.forward(batch, training=False, observe=False)
+                objective.update_metrics(batch, forward, training=False)
             return [tf.stack([term.loss_sum, term.weight_sum]) for term in forward.terms]
 
         traced = tf.function(compute, autograph=False)
@@ -118,7 +120,7 @@ class _SumsOfRows:
     def __exit__(self, *exception: object) -> None:
         self._scopes.close()
 
-    def __call__(self, *rows: Batch) -> _Sums:
+    def __call__(self, *rows: ProbeRow) -> _Sums:
         """Returns the sums over some rows."""
         self._metrics.reset()
         losses = []
