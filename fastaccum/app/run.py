@@ -117,7 +117,7 @@ class Run:
         self.identity["text_sha256"] = self.text.sha256
         if options.pack:
             self.identity["pack"] = True
-            self.identity["text_sha256"] = self.text.sha256_of_files
+            self.identity["files_sha256"] = self.text.sha256_of_files
         # Absolute: the run may be resumed from another working directory.
         self.config = {
             **self.identity,
@@ -133,11 +133,9 @@ class Run:
         rows = text.packed_rows(
             self.text.train, self.text.train_lengths, self.context, options.seed
         )
-        held_out = text.packed_rows(
-            self.text.held_out, self.text.held_out_lengths, self.context, options.seed
+        x_and_y = text.packed_rows_held_out(
+            self.text.held_out, self.text.held_out_lengths, self.context, HELD_OUT_WINDOWS
         )
-        most = min(HELD_OUT_WINDOWS, math.ceil(len(self.text.held_out) / self.context))
-        x_and_y = next(iter(held_out.batch(most)))
         return rows.batch(options.batch_size, drop_remainder=True), x_and_y
 
     def _say(self, device_line: str) -> None:
@@ -207,11 +205,10 @@ def resume(options: argparse.Namespace) -> Run:
             )
         steps = new_steps
     run = Run(parsed, steps, _done_in(Path(options.resume, CHECKPOINTS)))
-    text_now = str(run.identity["text_sha256"])
-    if text_now != began_with:
+    if run.text.sha256 != began_with:
         raise ValueError(
             f"--resume {options.resume}: the text has changed since the run began: its "
-            f"text_sha256 was {began_with:.12}, is {text_now:.12}; put it back, or begin "
+            f"text_sha256 was {began_with:.12}, is {run.text.sha256:.12}; put it back, or begin "
             "a new run"
         )
     return run

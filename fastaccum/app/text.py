@@ -128,7 +128,7 @@ def _join(contents: Sequence[bytes]) -> np.ndarray:
 
 
 def _lengths(contents: Sequence[bytes]) -> np.ndarray:
-    return np.array([len(content) for content in contents], np.int64)
+    return np.array([len(content) for content in contents if content], np.int64)
 
 
 class RandomWindows(keras.utils.PyDataset):
@@ -160,7 +160,7 @@ class RandomWindows(keras.utils.PyDataset):
 def packed_rows(
     ids: np.ndarray, lengths: np.ndarray, context: int, seed: int
 ) -> tf.data.Dataset[Any]:
-    """Makes rows of `context` bytes without end, in which each file is a document of its own.
+    """Makes rows of `context` bytes, in which each file is a document of its own; without end.
 
     Args:
         ids: the bytes of all files, one after the other.
@@ -168,14 +168,28 @@ def packed_rows(
         context: bytes of a row; longer files are cut.
         seed: draws the order of files, another one in each pass, and of rows.
     """
-    _check_length(ids, context, "text")
-    files = tf.RaggedTensor.from_row_lengths(ids, lengths[lengths > 0])
-    count = int(files.nrows())
+    _check_length(ids, context, "training text")
+    files = tf.RaggedTensor.from_row_lengths(ids, lengths)
+    count = len(lengths)
     # Numbers are shuffled, not files, since checkpoints hold what is being shuffled.
     numbers = tf.data.Dataset.range(count).shuffle(count, seed).repeat()
     documents = numbers.map(lambda number: tf.cast(files[number], tf.int32))
-    buffer_size = min(count, max(1, BUFFER_BYTES * count // len(ids)))
-    return pack(documents, context, buffer_size=buffer_size, seed=seed)
+    return pack(documents, context, buffer_size=_files_of_buffer(lengths), seed=seed)
+
+
+def packed_rows_held_out(
+    ids: np.ndarray, lengths: np.ndarray, context: int, most: int
+) -> tuple[Any, Any]:
+    """Takes up to `most` rows like those of `packed_rows`, the same for each seed, as (x, y)."""
+    _check_length(ids, context, "held-out text")
+    files = tf.cast(tf.RaggedTensor.from_row_lengths(ids, lengths), tf.int32)
+    rows = pack(files, context, buffer_size=_files_of_buffer(lengths), seed=0)
+    return next(iter(rows.batch(most)))
+
+
+def _files_of_buffer(lengths: np.ndarray) -> int:
+    """Returns how many files are packed together."""
+    return max(1, min(len(lengths), BUFFER_BYTES * len(lengths) // int(lengths.sum())))
 
 
 def spread_windows(ids: np.ndarray, context: int, most: int) -> tuple[np.ndarray, np.ndarray]:

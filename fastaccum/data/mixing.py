@@ -38,7 +38,8 @@ def mix(
             divided by the sum of all.
         stop: what happens when a source ends. "first_exhausted": the mix ends, so the shares hold
             to the end. "all_exhausted": the other sources go on without it until all have ended,
-            so each row comes once. "restart": it starts again, and the mix never ends.
+            so each row comes once. "restart": it starts again, and the mix never ends, unless a
+            source has no row at all.
         seed: draws the sources, the same in each pass.
 
     Returns:
@@ -146,9 +147,16 @@ def _require_alike(datasets: Mapping[str, tf.data.Dataset]) -> None:
     first, *others = datasets
     spec = datasets[first].element_spec
     for other in others:
-        if datasets[other].element_spec != spec:
+        other_spec = datasets[other].element_spec
+        if other_spec == spec:
+            continue
+        lengths = [rows[0].documents.shape[0] for rows in (other_spec, spec)]
+        if lengths[0] != lengths[1]:
             raise TypeError(
-                f"datasets[{other!r}] has rows of {datasets[other].element_spec}, and "
-                f"datasets[{first!r}] of {spec}: pack all to one length, with the same keys and "
-                "dtypes."
+                f"datasets[{other!r}] has rows of {lengths[0]} tokens, and datasets[{first!r}] of "
+                f"{lengths[1]}: pack all to one length."
             )
+        raise TypeError(
+            f"datasets[{other!r}] has rows of {other_spec}, and datasets[{first!r}] of {spec}: "
+            "give all the same keys and dtypes."
+        )

@@ -54,9 +54,10 @@ def pack(
         length: tokens in a row.
         buffer_size: documents that are packed together. More fill rows better.
         longer: what becomes of a document of more tokens than `length`: "cut" it into documents of
-            `length` tokens and a rest, or "raise" an error.
-        drop_remainder: leave out the last row of each buffer, with its documents, unless it is
-            full.
+            `length` tokens and a rest, or "raise" an error. The targets are made before: the last
+            token of a piece predicts the first one of the next piece.
+        drop_remainder: leave out the row of each buffer that was opened last, with its documents,
+            unless it is full.
         seed: draws the order of the rows of each buffer, the same in each pass. None for the order
             of their first documents.
 
@@ -124,6 +125,8 @@ def _buffers(documents: Any, size: int) -> tf.data.Dataset:
         return documents.ragged_batch(size)
     if not isinstance(documents, tf.RaggedTensor):
         documents = _join_examples(documents)
+    elif not documents.shape[0]:
+        raise ValueError("dataset holds no document to pack.")
     first_document = tf.nest.map_structure(lambda leaf: tf.type_spec_from_value(leaf[0]), documents)
     _require_vectors(first_document)
     count = tf.nest.flatten(documents)[0].shape[0]
@@ -148,6 +151,11 @@ def _join_examples(documents: Any) -> Nest:
     if not examples:
         raise ValueError("dataset holds no document to pack.")
     first = examples[0]
+    if isinstance(first, np.ndarray) and (first.ndim == 0 or first.dtype.kind in "USO"):
+        raise ValueError(
+            f"The first document is {checks.shown(first.tolist())}: pass a list of documents, each "
+            "a vector of ids, as [[1, 2, 3], [4, 5]]. A tokenizer makes ids of a text."
+        )
     _require_vectors(tf.nest.map_structure(tf.type_spec_from_value, first))
     for number, example in enumerate(examples):
         _require_like_first(number, example, first)
@@ -195,8 +203,9 @@ def _as_arrays(example: Any) -> Nest:
     if example is None:
         return ()
     array = np.asarray(example)
-    if array.dtype == np.int64 and np.all(np.abs(array) < 2**31):  # as ids are
-        return array.astype(np.int32)
+    fits = np.iinfo(np.int32)
+    if array.dtype == np.int64 and np.all((array >= fits.min) & (array <= fits.max)):
+        return array.astype(np.int32)  # as ids are
     return array
 
 
@@ -208,6 +217,8 @@ def _require_vectors(spec: Any) -> None:
             f"pack takes examples x, (x, y) or (x, y, sample_weight); these are {spec}."
         )
     x = spec[0] if isinstance(spec, tuple) else spec
+    if isinstance(spec, PackedRows) or isinstance(x, PackedRows):
+        raise TypeError("pack takes documents, and these are packed rows already.")
     shape = getattr(x, "shape", None)
     if shape is not None and shape.rank == 2 and x.dtype.is_integer:
         raise ValueError(
@@ -301,7 +312,12 @@ def _ids(x: Nest) -> tf.Tensor:
                 f"pack makes targets from x[{_IDS!r}], and x has {sorted(x)}: pass examples (x, y)."
             )
         ids = x[_IDS]
-    if not tf.is_tensor(ids) or ids.shape.rank != 1 or not ids.dtype.is_integer:
+    if tf.is_tensor(ids) and not ids.dtype.is_integer:
+        raise ValueError(
+            f"pack makes targets from ids, and these are of {ids.dtype.name}: cast them to int32, "
+            "or pass examples (x, y)."
+        )
+    if not tf.is_tensor(ids) or ids.shape.rank != 1:
         raise ValueError(
             "pack makes targets from a vector of ids, integers [tokens]: pack before .batch(...), "
             "or pass examples (x, y)."
@@ -350,13 +366,13 @@ def _is_kept_without_remainder(rows: tf.Tensor, pieces: tf.Tensor, length: int) 
     return (rows != last) | (tokens_of_last == length)
 
 
-def _in_order(rows: tf.Tensor, seed: int | None, buffer: tf.Tensor) -> tf.Tensor:
+def _in_order(rows: tf.Tensor, seed: int | None, buffer_number: tf.Tensor) -> tf.Tensor:
     """Renumbers the rows of pieces: by their first piece, or in an order drawn from the seed."""
     count = tf.reduce_max(rows) + 1
     if seed is None:
         keys = tf.math.unsorted_segment_min(tf.range(tf.shape(rows)[0]), rows, count)
     else:
-        keys = tf.random.stateless_uniform([count], [seed, buffer])
+        keys = tf.random.stateless_uniform([count], [seed, buffer_number])
     return tf.gather(tf.math.invert_permutation(tf.argsort(keys)), rows)
 
 

@@ -63,7 +63,9 @@ def make_data_source(
         x = restored_rows(x)
     if _holds_packed_rows(x):
         preprocess = None
-        if x.element_spec[0].documents.shape.rank == 1:
+        spec = x.element_spec
+        packed = spec if isinstance(spec, PackedRows) else spec[0]
+        if packed.documents.shape.rank == 1:
             raise ValueError(
                 f"{what} holds packed rows, one at a time: pass batches of them, {what}.batch(8)."
             )
@@ -104,10 +106,13 @@ def make_data_source(
 
 
 def _holds_packed_rows(x: object) -> bool:
-    """Tells if x is a dataset whose inputs `pack` has made of preprocessed documents."""
-    if not isinstance(x, tf.data.Dataset) or not isinstance(x.element_spec, tuple):
+    """Tells if x is a dataset of packed rows."""
+    if not isinstance(x, tf.data.Dataset):
         return False
-    return isinstance(x.element_spec[0], PackedRows)
+    spec = x.element_spec
+    if isinstance(spec, tuple) and not isinstance(spec, PackedRows):
+        spec = spec[0]
+    return isinstance(spec, PackedRows)
 
 
 def require_some(what: str, x: object) -> None:

@@ -131,8 +131,8 @@ def _require_same_for_other_places(call: _TracedCall, row: ProbeRow, dtype: str)
     tolerance = _CHANGE_BY_PLACE.get(dtype, _CHANGE_BY_PLACE["float16"])
     before, after = call.run(row, moved(row))
     changed = []
-    for number, (there, here) in enumerate(zip(before, after, strict=True)):
-        if _differ(there[:, order], here, np.ones(len(order), bool), tolerance):
+    for number, (of_row, of_moved) in enumerate(zip(before, after, strict=True)):
+        if _differ(of_row[:, order], of_moved, np.ones(len(order), bool), tolerance):
             changed.append(number)
     # Rotary positions change what is between, but no result of the model.
     if not call.outputs.isdisjoint(changed):
@@ -243,12 +243,12 @@ def _trace(objective: ModelObjective, row: ProbeRow, training: bool) -> _TracedC
     state_ids = {id(raw(variable)) for variable in objective.state}
 
     def run(*rows: ProbeRow) -> list[list[np.ndarray]]:
-        weights, state = split_variables(traced, state_ids)
+        weights, state = split_variables(traced, model, state_ids)
         results = []
         with shifted_weights(weights):
-            for row in rows:
+            for tried in rows:
                 with restored(state):  # seeds too: each call draws the same
-                    of_row = traced(as_tensors(row.x))
+                    of_row = traced(as_tensors(tried.x))
                     results.append([tf.cast(result, tf.float32).numpy() for result in of_row])
         return results
 

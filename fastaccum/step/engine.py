@@ -123,11 +123,16 @@ class Engine(abc.ABC):
 
     def count_tokens(self, x: Nest) -> None:
         """Lets train steps on inputs like x count tokens, if these are packed rows."""
-        sources = sources_of(x)
         counted = self.running.tokens
-        if sources == (None if counted is None else counted.sources):
+        counted_sources = None if counted is None else counted.sources
+        sources = sources_of(x)
+        if sources == counted_sources:
             return
-        self.running.tokens = None if sources is None else TokenCounts(sources)
+        tokens = None
+        if sources is not None:
+            tokens = TokenCounts(sources)
+            self.running.require_free(tokens.log_names)
+        self.running.tokens = tokens
         self.retrace()
 
     @abc.abstractmethod
@@ -170,7 +175,7 @@ class Engine(abc.ABC):
             return
         document_check.require_packable(self.objective)
         document_check.require_documents_apart(self.objective, stack, training)
-        self._tried_out |= {kind}
+        self._tried_out |= {kind, (kind[0], False)}  # a training tries evaluations out, too
 
     def require(self, executed: Executed, dispatch: Dispatch) -> None:
         """Waits for a dispatch.

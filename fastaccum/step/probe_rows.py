@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.basics.attributes import restored
+from fastaccum.adapters.models import Model
+from fastaccum.basics.attributes import raw, restored
 from fastaccum.basics.packed_rows import PackedRows
 from fastaccum.data.stacks import Batch
 
@@ -133,12 +134,20 @@ def as_tensors(nest: Any) -> Any:
 
 
 def split_variables(
-    traced: ConcreteFunction, state_ids: Collection[int]
+    traced: ConcreteFunction, model: Model, state_ids: Collection[int]
 ) -> tuple[list[tf.Variable], list[tf.Variable]]:
-    """Splits the variables of a traced function: its weights, and those that it may assign."""
+    """Splits the variables of a traced function: its weights, and those that it may assign.
+
+    The weights come in the model's order, since that of a graph differs from process to process.
+    """
+    places = {id(raw(variable)): place for place, variable in enumerate(model.variables)}
+
+    def place_of(variable: tf.Variable) -> tuple[int, str]:
+        return places.get(id(variable), len(places)), variable.name
+
     weights = []
     state = []
-    for variable in traced.graph.variables:
+    for variable in sorted(traced.graph.variables, key=place_of):
         if variable.dtype.is_floating and id(variable) not in state_ids:
             weights.append(variable)
         else:
@@ -150,7 +159,7 @@ def split_variables(
 def shifted_weights(weights: Sequence[tf.Variable]) -> Iterator[None]:
     """Moves weights a little away from 0 inside the block.
 
-    None changes its sign, since a model may take its root or its logarithm.
+    No weight changes its sign, since a model may take its root or its logarithm.
     """
     with restored(weights):
         for number, weight in enumerate(weights):

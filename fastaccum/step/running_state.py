@@ -81,6 +81,15 @@ class RunningState:
         """
         return [*self.log_variables, self.skipped, *self.index_checks.variables]
 
+    def require_free(self, names: Sequence[str]) -> None:
+        """Raises ValueError if a metric has one of these names in the logs."""
+        for metric in (*self.metrics.compiled.metrics, *self.metrics.own):
+            if metric.name in names:
+                raise ValueError(
+                    f"A metric is called {metric.name!r}, as a share of tokens in the logs of "
+                    "packed rows is: give it another name."
+                )
+
     def reset_logs(self) -> None:
         """Starts the running means and metrics, as of an epoch or an evaluation."""
         for mean in self.means.values():

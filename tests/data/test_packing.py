@@ -201,3 +201,29 @@ def test_large_ids_keep_their_values():
     ids = [2**31 + 5, 2**40 + 7, 3]
     ((x, _),) = fa.pack([np.array(ids), np.array([4])], 4)
     np.testing.assert_array_equal(x.inputs, [*ids, 4])
+
+
+@pytest.mark.parametrize("documents", [["def f", "x"], [b"def f"], [1, 2, 3]])
+def test_texts_and_single_ids_are_refused(documents):
+    with pytest.raises(ValueError, match="each a vector of ids"):
+        fa.pack(documents, 8)
+
+
+def test_the_last_token_of_a_piece_predicts_the_next_piece():
+    (_, y), (_, y2) = fa.pack([[1, 2, 3, 4, 5, 6]], 4)
+    assert y.numpy().tolist() == [2, 3, 4, 5] and y2.numpy().tolist() == [6, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("documents", "error", "message"),
+    [
+        (lambda: fa.pack([[1, 2]], 4), TypeError, "packed rows already"),
+        (lambda: tf.RaggedTensor.from_row_lengths([], []), ValueError, "no document"),
+        (lambda: [[0.5, 1.5]], ValueError, "of float64: cast them"),
+        (lambda: [[[1, 2], [3, 4]]], ValueError, "vectors of ids"),
+        (lambda: [[1, 2], ([1, 2], [3, 4])], ValueError, "Document 1 has other parts"),
+    ],
+)
+def test_what_is_no_list_of_documents_is_refused(documents, error, message):
+    with pytest.raises(error, match=message):
+        list(fa.pack(documents(), 8))
