@@ -53,7 +53,9 @@ texts = {"docstrings": examples(docstrings, 1200), "comments": examples(comments
 training = {name: of_kind[:1000] for name, of_kind in texts.items()}
 held_out = [text for of_kind in texts.values() for text in of_kind[1000:]]
 lengths = [len(text["token_ids"]) for of_kind in training.values() for text in of_kind]
-print(f"{len(lengths):,} texts of {min(lengths)} to {max(lengths):,} bytes, median {np.median(lengths):.0f}")
+print(
+    f"{len(lengths):,} texts of {min(lengths)} to {max(lengths):,} bytes, median {np.median(lengths):.0f}"
+)
 
 # %% [markdown]
 # ## Rows
