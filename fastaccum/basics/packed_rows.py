@@ -37,20 +37,19 @@ def model_inputs(x: Nest) -> Nest:
     return x.inputs if isinstance(x, PackedRows) else x
 
 
-def restored_rows(dataset: tf.data.Dataset[Any]) -> tf.data.Dataset[Any]:
+def restored_rows(x: Any) -> Any:
     """Returns a dataset whose packed rows are `PackedRows` again, where loading has changed that.
 
-    `tf.data.Dataset.load` makes named tuples of a class of its own. Other datasets are returned as
-    they are.
+    `tf.data.Dataset.load` makes named tuples of a class of its own. All else is returned as it is.
     """
-    spec = dataset.element_spec
+    spec = x.element_spec if isinstance(x, tf.data.Dataset) else None
     if not isinstance(spec, tuple) or not spec or isinstance(spec[0], PackedRows):
-        return dataset
+        return x
     if getattr(spec[0], "_fields", None) != PackedRows._fields:
-        return dataset
+        return x
 
     @tf.autograph.experimental.do_not_convert  # `map` would
-    def restore(x: Any, *targets: Any) -> tuple:
-        return PackedRows(*x), *targets
+    def restore(rows: Any, *targets: Any) -> tuple:
+        return PackedRows(*rows), *targets
 
-    return dataset.map(restore)
+    return x.map(restore)

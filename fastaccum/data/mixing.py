@@ -67,10 +67,7 @@ def mix(
         )
     names = list(datasets)
     _require_weights(names, weights)
-    datasets = {
-        name: restored_rows(rows) if isinstance(rows, tf.data.Dataset) else rows
-        for name, rows in datasets.items()
-    }
+    datasets = {name: restored_rows(rows) for name, rows in datasets.items()}
     for name in names:
         _require_packed_rows(name, datasets[name])
     _require_alike(datasets)

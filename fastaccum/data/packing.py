@@ -125,10 +125,10 @@ def _buffers(documents: Any, size: int) -> tf.data.Dataset:
         return documents.ragged_batch(size)
     if not isinstance(documents, tf.RaggedTensor):
         documents = _join_examples(documents)
-    elif not documents.shape[0]:
+    elif documents.shape[0]:
+        _require_vectors(tf.type_spec_from_value(documents[0]))
+    else:
         raise ValueError("dataset holds no document to pack.")
-    first_document = tf.nest.map_structure(lambda leaf: tf.type_spec_from_value(leaf[0]), documents)
-    _require_vectors(first_document)
     count = tf.nest.flatten(documents)[0].shape[0]
 
     # Slices of what is joined already, since `ragged_batch` takes time for each document.

@@ -59,8 +59,7 @@ def make_data_source(
     weigh = None
     if class_weight is not None:
         weigh = functools.partial(_weigh, class_weight, sparse_labels)
-    if isinstance(x, tf.data.Dataset):
-        x = restored_rows(x)
+    x = restored_rows(x)
     if _holds_packed_rows(x):
         preprocess = None
         spec = x.element_spec

@@ -8,7 +8,6 @@ the documents in another order. The first layer whose result for a document chan
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,25 +16,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from fastaccum.basics.attributes import Nest, raw, restored
-from fastaccum.basics.packed_rows import PackedRows
+from fastaccum.basics.attributes import Nest
 from fastaccum.data.stacks import Batch
-from fastaccum.layers import documents
-from fastaccum.layers.interceptors import Interceptor, Role, intercepting
-from fastaccum.layers.scan import probe_layers
+from fastaccum.layers.interceptors import Interceptor, Role
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.probe_rows import (
     ProbeRow,
-    as_tensors,
-    is_watched,
+    is_in_even_document,
     make_row,
-    moved,
-    order_moved,
-    shifted_weights,
-    split_variables,
+    reversed_order,
+    with_documents_reversed,
     with_other_tokens,
 )
 from fastaccum.step.token_check import require_counts_by_token
+from fastaccum.step.trial import Trial
 
 # Changes of a layer's result that tell, as fractions of the largest difference between tokens.
 # Masked tokens change none but by rounding. Relative positions round otherwise at other places.
@@ -87,22 +81,26 @@ def require_documents_apart(objective: ModelObjective, stack: Batch, training: b
     if row.x.documents.shape[1] == 1:
         return
     call = _trace(objective, row, training=False)
-    _require_same_for_other_tokens(call, row)
-    _require_same_for_other_places(call, row, objective.model.compute_dtype)
+    with call.trial.shifted_weights():
+        _require_same_for_other_tokens(call, row)
+        _require_same_for_other_places(call, row, objective.model.compute_dtype)
     if training:
-        _require_same_for_other_tokens(_trace(objective, row, training=True), row)
+        call = _trace(objective, row, training=True)
+        with call.trial.shifted_weights():
+            _require_same_for_other_tokens(call, row)
     require_counts_by_token(objective, row)
 
 
 def _require_same_for_other_tokens(call: _TracedCall, row: ProbeRow) -> None:
     """Raises ValueError if a document's results change with the tokens of others."""
-    watched = is_watched(row)
-    before, after = call.run(row, with_other_tokens(row))
+    is_compared = is_in_even_document(row)
+    before = call.trial.compute(row)
+    after = call.trial.compute(with_other_tokens(row))
     for number, name in enumerate(call.names):
-        if not _differ(before[number], after[number], watched, _CHANGE_BY_TOKENS):
+        if not _differ(before[number], after[number], is_compared, _CHANGE_BY_TOKENS):
             continue
-        again, same = call.run(row, row)
-        if _differ(again[number], same[number], watched, _CHANGE_BY_TOKENS):
+        again = call.trial.compute(row)
+        if _differ(before[number], again[number], is_compared, _CHANGE_BY_TOKENS):
             raise ValueError(
                 f"x holds packed rows, and {name} draws random numbers that differ from call to "
                 "call, so it cannot be tried out on them. Draw them by keras.random with a "
@@ -127,12 +125,13 @@ def _remedy_for_masks(row: ProbeRow) -> str:
 
 def _require_same_for_other_places(call: _TracedCall, row: ProbeRow, dtype: str) -> None:
     """Raises ValueError if a document's results change with its place in the row."""
-    order = order_moved(row)
+    order = reversed_order(row)
     tolerance = _CHANGE_BY_PLACE.get(dtype, _CHANGE_BY_PLACE["float16"])
-    before, after = call.run(row, moved(row))
+    before = call.trial.compute(row)
+    after = call.trial.compute(with_documents_reversed(row))
     changed = []
-    for number, (of_row, of_moved) in enumerate(zip(before, after, strict=True)):
-        if _differ(of_row[:, order], of_moved, np.ones(len(order), bool), tolerance):
+    for number, (of_row, of_reversed) in enumerate(zip(before, after, strict=True)):
+        if _differ(of_row[:, order], of_reversed, np.ones(len(order), bool), tolerance):
             changed.append(number)
     # Rotary positions change what is between, but no result of the model.
     if not call.outputs.isdisjoint(changed):
@@ -153,13 +152,15 @@ class _Recorder:
     Attributes:
         names: of the layer that computed each result.
         results: in the order in which they were computed.
+        graph: the one of the trace, set as it begins; tensors of loops in it are not recorded.
     """
+
+    graph: tf.Graph
 
     def __init__(self, model: keras.Model, length: int):
         self.names: list[str] = []
         self.results: list[tf.Tensor] = []
         self._length = length
-        self._graph = tf.compat.v1.get_default_graph()
         self._recorded_ids: set[int] = set()
         self._running = [f"model {model.name!r}"]  # the layers that are being called
         self._first_without_tokens: str | None = None  # a layer that has dropped the axis
@@ -168,7 +169,7 @@ class _Recorder:
         """Records results of a layer; those of the innermost one that is called without a name."""
         name = name or self._running[-1]
         for tensor in tf.nest.flatten(tensors):
-            if not tf.is_tensor(tensor) or tensor.graph is not self._graph:
+            if not tf.is_tensor(tensor) or tensor.graph is not self.graph:
                 continue
             if id(tensor) in self._recorded_ids or not tensor.dtype.is_floating:
                 continue
@@ -199,60 +200,38 @@ class _TracedCall(NamedTuple):
 
     names: list[str]
     outputs: set[int]  # the places of the model's outputs among the results
-    run: Callable[..., list[list[np.ndarray]]]  # the results for each of some rows
+    trial: Trial  # which returns the results
 
 
 def _trace(objective: ModelObjective, row: ProbeRow, training: bool) -> _TracedCall:
     """Traces a call of the model for a row."""
     model = objective.model
     length = row.x.documents.shape[1]
-    called = model.called_layers
-    names: list[str] = []
-    output_places: set[int] = set()
+    recorder = _Recorder(model.model, length)
+    observers = []
+    for layer in model.called_layers:
+        if layer is not model.model and hasattr(layer, "path"):
+            call_layer = functools.partial(recorder.call_layer, layer)
+            observers.append(Interceptor(layer, "call", call_layer, Role.OBSERVE))
+    output_ids: set[int] = set()
 
-    def compute(x: PackedRows) -> list[tf.Tensor]:
-        recorder = _Recorder(model.model, length)
-        interceptors = documents.make_interceptors(called)
-        attending: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if objective.attention is not None:
-            interceptors += objective.attention.make_forms(called)
-            attending = objective.attention.entered()
-        for layer in called:
-            if layer is not model.model and hasattr(layer, "path"):
-                call_layer = functools.partial(recorder.call_layer, layer)
-                interceptors.append(Interceptor(layer, "call", call_layer, Role.OBSERVE))
-        # Of blocks that repeat the first one is called alone.
-        interceptors += probe_layers(model.model).interceptors
-        with attending, intercepting(interceptors):
-            outputs = model(x, training)
+    def compute(row: ProbeRow) -> list[tf.Tensor]:
+        recorder.graph = tf.compat.v1.get_default_graph()
+        outputs = model(row.x, training)
         for output in tf.nest.flatten(outputs):
             if tuple(output.shape[:2]) != (1, length):
                 raise ValueError(
                     f"x holds packed rows of {length} tokens, and an output of the model has shape "
                     f"{(None, *output.shape[1:])}: it must have a result for each token."
                 )
+            output_ids.add(id(output))
         recorder.record(outputs)
-        names.extend(recorder.names)
-        output_ids = {id(output) for output in tf.nest.flatten(outputs)}
-        for place, result in enumerate(recorder.results):
-            if id(result) in output_ids:
-                output_places.add(place)
-        return recorder.results
+        return [tf.cast(result, tf.float32) for result in recorder.results]
 
-    traced = tf.function(compute, autograph=False).get_concrete_function(as_tensors(row.x))
-    state_ids = {id(raw(variable)) for variable in objective.state}
-
-    def run(*rows: ProbeRow) -> list[list[np.ndarray]]:
-        weights, state = split_variables(traced, model, state_ids)
-        results = []
-        with shifted_weights(weights):
-            for tried in rows:
-                with restored(state):  # seeds too: each call draws the same
-                    of_row = traced(as_tensors(tried.x))
-                    results.append([tf.cast(result, tf.float32).numpy() for result in of_row])
-        return results
-
-    return _TracedCall(names, output_places, run)
+    trial = Trial(objective, compute, row, observers=observers)
+    places = range(len(recorder.results))
+    output_places = {place for place in places if id(recorder.results[place]) in output_ids}
+    return _TracedCall(recorder.names, output_places, trial)
 
 
 def _differ(

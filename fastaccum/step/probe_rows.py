@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.types.experimental import ConcreteFunction
 
-from fastaccum.adapters.models import Model
-from fastaccum.basics.attributes import raw, restored
 from fastaccum.basics.packed_rows import PackedRows
 from fastaccum.data.stacks import Batch
-
-# Added to the weights, times numbers drawn from a normal distribution: a gate that is 0 before the
-# training would hide what it lets in.
-_SHIFT_OF_WEIGHTS = 0.05
 
 
 class ProbeRow(NamedTuple):
@@ -62,69 +54,75 @@ def make_row(stack: Batch) -> ProbeRow:
     return ProbeRow(packed, y, sample_weight)
 
 
-def is_watched(row: ProbeRow) -> np.ndarray:
+def is_in_even_document(row: ProbeRow) -> np.ndarray:
     """Tells which tokens are of documents of even numbers: bool [T]."""
     return row.x.documents[0] % 2 == 0
 
 
 def with_other_tokens(row: ProbeRow) -> ProbeRow:
-    """Returns a row with other tokens in the documents that are not watched.
+    """Returns a row with other tokens in the documents of odd numbers.
 
-    The last of these is padding, if it ends the row.
+    The last document is padding, if its number is odd.
     """
-    places = np.flatnonzero(~is_watched(row))
-    parts = row.x.inputs, row.y, row.sample_weight
+    return _with_padding(_with_replaced_tokens(row))
 
-    def replaced(array: np.ndarray, values: np.ndarray) -> np.ndarray:
-        changed = array.copy()
-        changed[:, places] = values[:, places]
-        return changed
 
-    def rolled(shift: int) -> Callable[[np.ndarray], np.ndarray]:
-        return lambda array: replaced(array, np.roll(array, shift, 1))
+def _with_replaced_tokens(row: ProbeRow) -> ProbeRow:
+    """Replaces the tokens of odd documents by their neighbours', or by those of half a row on."""
+    is_replaced = ~is_in_even_document(row)
 
+    def with_values(values_of: Callable[[np.ndarray], np.ndarray]) -> ProbeRow:
+        def replace(array: np.ndarray) -> np.ndarray:
+            replaced = array.copy()
+            replaced[:, is_replaced] = values_of(array)[:, is_replaced]
+            return replaced
+
+        return _map_tokens(replace, row)
+
+    half = row.x.documents.shape[1] // 2
     # A row with one token alone, again and again, gets 0 or 1 in its place.
-    changes: Sequence[Callable[[np.ndarray], np.ndarray]] = (
-        rolled(1),
-        rolled(row.x.documents.shape[1] // 2),
-        lambda array: replaced(array, np.zeros_like(array)),
-        lambda array: replaced(array, np.ones_like(array)),
-    )
-    for change in changes:
-        other_inputs, *other_targets = _map_arrays(change, parts)
-        if _differ(other_inputs, row.x.inputs):
-            break
-
-    documents = row.x.documents.copy()
-    last = documents[0, -1]
-    if last % 2 == 1 and last > 1:
-        is_padding = documents[0] == last
-
-        def padded(array: np.ndarray) -> np.ndarray:
-            array = array.copy()
-            array[:, is_padding] = np.zeros_like(array[:, is_padding])
-            return array
-
-        other_inputs, *other_targets = _map_arrays(padded, (other_inputs, *other_targets))
-        documents = padded(documents)
-    y, sample_weight = other_targets
-    x = row.x._replace(inputs=other_inputs, documents=documents)
-    return ProbeRow(x, y, sample_weight)
+    sources: list[Callable[[np.ndarray], np.ndarray]] = [
+        lambda array: np.roll(array, 1, 1),
+        lambda array: np.roll(array, half, 1),
+        np.zeros_like,
+    ]
+    for values_of in sources:
+        other = with_values(values_of)
+        if _differ(other.x.inputs, row.x.inputs):
+            return other
+    return with_values(np.ones_like)
 
 
-def order_moved(row: ProbeRow) -> np.ndarray:
+def _with_padding(row: ProbeRow) -> ProbeRow:
+    """Makes padding of the last document, if its number is odd and it is not the only one."""
+    numbers = row.x.documents
+    last = numbers[0, -1]
+    if last % 2 == 0 or last == 1:
+        return row
+    is_padding = numbers[0] == last
+
+    def pad(array: np.ndarray) -> np.ndarray:
+        padded = array.copy()
+        padded[:, is_padding] = np.zeros_like(padded[:, is_padding])
+        return padded
+
+    row = _map_tokens(pad, row)
+    return row._replace(x=row.x._replace(documents=pad(numbers)))
+
+
+def reversed_order(row: ProbeRow) -> np.ndarray:
     """Returns the places from which tokens come when the last document comes first: int [T]."""
     return np.argsort(-row.x.documents[0], kind="stable")
 
 
-def moved(row: ProbeRow) -> ProbeRow:
-    """Returns a row with its documents in the opposite order."""
-    order = order_moved(row)
+def with_documents_reversed(row: ProbeRow) -> ProbeRow:
+    """Returns a row whose last document comes first, and so on."""
+    order = reversed_order(row)
     return _map_arrays(lambda array: array[:, order], row)
 
 
-def predicting(row: ProbeRow, tokens: np.ndarray) -> ProbeRow:
-    """Returns a row of whose targets those of some tokens count, bool [T]."""
+def with_targets_of(row: ProbeRow, tokens: np.ndarray) -> ProbeRow:
+    """Returns a row in which the targets of some tokens alone count, bool [T]."""
     return row._replace(x=row.x._replace(predicts=tokens[None] & (row.x.documents > 0)))
 
 
@@ -133,41 +131,10 @@ def as_tensors(nest: Any) -> Any:
     return _map_arrays(tf.constant, nest)
 
 
-def split_variables(
-    traced: ConcreteFunction, model: Model, state_ids: Collection[int]
-) -> tuple[list[tf.Variable], list[tf.Variable]]:
-    """Splits the variables of a traced function: its weights, and those that it may assign.
-
-    The weights come in the model's order, since that of a graph differs from process to process.
-    """
-    places = {id(raw(variable)): place for place, variable in enumerate(model.variables)}
-
-    def place_of(variable: tf.Variable) -> tuple[int, str]:
-        return places.get(id(variable), len(places)), variable.name
-
-    weights = []
-    state = []
-    for variable in sorted(traced.graph.variables, key=place_of):
-        if variable.dtype.is_floating and id(variable) not in state_ids:
-            weights.append(variable)
-        else:
-            state.append(variable)
-    return weights, state
-
-
-@contextlib.contextmanager
-def shifted_weights(weights: Sequence[tf.Variable]) -> Iterator[None]:
-    """Moves weights a little away from 0 inside the block.
-
-    No weight changes its sign, since a model may take its root or its logarithm.
-    """
-    with restored(weights):
-        for number, weight in enumerate(weights):
-            noise = _SHIFT_OF_WEIGHTS * tf.random.stateless_normal(weight.shape, [0, number])
-            noise = tf.cast(noise, weight.dtype)
-            value = weight.read_value()
-            weight.assign_add(tf.where(value == 0, noise, tf.abs(noise) * tf.sign(value)))
-        yield
+def _map_tokens(function: Callable[[np.ndarray], np.ndarray], row: ProbeRow) -> ProbeRow:
+    """Maps the inputs, targets and weights of a row."""
+    inputs, y, sample_weight = _map_arrays(function, (row.x.inputs, row.y, row.sample_weight))
+    return ProbeRow(row.x._replace(inputs=inputs), y, sample_weight)
 
 
 def _map_arrays(function: Callable[[np.ndarray], Any], nest: Any) -> Any:

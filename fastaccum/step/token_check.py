@@ -7,7 +7,6 @@ all; and with other tokens, and at other places.
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple
 
 import numpy as np
@@ -15,20 +14,15 @@ import tensorflow as tf
 
 from fastaccum.basics.attributes import raw, restored
 from fastaccum.data.stacks import Batch
-from fastaccum.layers import documents
-from fastaccum.layers.interceptors import intercepting
-from fastaccum.layers.scan import probe_layers
 from fastaccum.step.model_objective import ModelObjective
 from fastaccum.step.probe_rows import (
     ProbeRow,
-    as_tensors,
-    is_watched,
-    moved,
-    predicting,
-    shifted_weights,
-    split_variables,
+    is_in_even_document,
+    with_documents_reversed,
     with_other_tokens,
+    with_targets_of,
 )
+from fastaccum.step.trial import Trial
 
 # By how much sums over a row may differ, as fractions of them. Predictions at other places round
 # otherwise, in half precision more.
@@ -54,85 +48,50 @@ def require_counts_by_token(objective: ModelObjective, row: ProbeRow) -> None:
         objective: the model's, which keeps documents apart.
         row: arrays [1, T, ...].
     """
-    watched = is_watched(row)
-    with _SumsOfRows(objective, row) as sums_of:
-        of_watched = sums_of(predicting(row, watched))
-        _require_same(
-            objective,
-            of_watched,
-            sums_of(predicting(with_other_tokens(row), watched)),
-            "lets tokens of a row's documents see one another",
-        )
-        of_both = sums_of(predicting(row, watched), predicting(row, ~watched))
-        of_row = sums_of(row)
-        _require_same(objective, of_row, of_both, "does not count by token")
+    variables = objective.metrics.variables
+    trial = _trace(objective, row)
 
+    def sums_of(*rows: ProbeRow) -> _Sums:
+        objective.metrics.reset()
+        losses = [trial.compute(row) for row in rows]
+        totals = [np.sum(of_rows, axis=0) for of_rows in zip(*losses, strict=True)]
+        return _Sums(totals, [variable.numpy() for variable in variables])
+
+    is_even = is_in_even_document(row)
+    with restored(variables), trial.shifted_weights():
+        of_even = sums_of(with_targets_of(row, is_even))
+        among_others = sums_of(with_targets_of(with_other_tokens(row), is_even))
+        what = "lets tokens of a row's documents see one another"
+        _require_same(objective, of_even, among_others, what)
+
+        of_row = sums_of(row)
+        in_two_rows = sums_of(with_targets_of(row, is_even), with_targets_of(row, ~is_even))
+        _require_same(objective, of_row, in_two_rows, "does not count by token")
+
+        what = "computes by the place of a token in its row"
         tolerance = _DIFFERENCE_BY_PLACE.get(objective.model.compute_dtype, 0.05)
         numbers = row.x.documents[0]
         for number in (numbers[0], numbers[-1]):  # of which one comes first, and then the other
-            of_one = predicting(row, numbers == number)
+            of_one = with_targets_of(row, numbers == number)
             here = sums_of(of_one)
             # Metrics count hits, which rounding may change.
-            elsewhere = sums_of(moved(of_one))._replace(metrics=here.metrics)
-            what = "computes by the place of a token in its row"
+            elsewhere = sums_of(with_documents_reversed(of_one))._replace(metrics=here.metrics)
             _require_same(objective, here, elsewhere, what, tolerance)
 
 
-class _SumsOfRows:
-    """Computes the sums of losses and metrics over rows, with weights that are moved a little."""
+def _trace(objective: ModelObjective, row: ProbeRow) -> Trial:
+    """Traces the sums of losses and of their weights, by output, and the updates of metrics."""
 
-    def __init__(self, objective: ModelObjective, row: ProbeRow):
-        self._objective = objective
-        self._metrics = objective.metrics
-        self._traced = self._trace(row)
-        self._scopes = contextlib.ExitStack()
+    def compute(row: ProbeRow) -> list[tf.Tensor]:
+        batch = Batch(*row)
+        forward = objective.forward(batch, training=False, observe=False)
+        objective.update_metrics(batch, forward, training=False)
+        return [tf.stack([term.loss_sum, term.weight_sum]) for term in forward.terms]
 
-    def _trace(self, row: ProbeRow) -> tf.types.experimental.ConcreteFunction:
-        objective = self._objective
-        called = objective.model.called_layers
-
-        def compute(row: ProbeRow) -> list[tf.Tensor]:
-            batch = Batch(*row)
-            interceptors = documents.make_interceptors(called)
-            attending: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if objective.attention is not None:
-                interceptors += objective.attention.make_forms(called)
-                attending = objective.attention.entered()
-            # Of blocks that repeat the first one is called alone.
-            interceptors += probe_layers(objective.model.model).interceptors
-            with attending, intercepting(interceptors):
-                forward = objective.forward(batch, training=False, observe=False)
-                objective.update_metrics(batch, forward, training=False)
-            return [tf.stack([term.loss_sum, term.weight_sum]) for term in forward.terms]
-
-        traced = tf.function(compute, autograph=False)
-        try:
-            return traced.get_concrete_function(as_tensors(row))
-        except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
-            raise ValueError(f"x holds packed rows. {_REMEDY} This failed: {error}") from error
-
-    def __enter__(self) -> _SumsOfRows:
-        metric_variables = self._metrics.variables
-        metric_ids = {id(variable) for variable in metric_variables}
-        state_ids = {id(raw(variable)) for variable in self._objective.state} | metric_ids
-        weights, state = split_variables(self._traced, self._objective.model, state_ids)
-        self._state = [variable for variable in state if id(variable) not in metric_ids]
-        self._scopes.enter_context(restored(metric_variables))
-        self._scopes.enter_context(shifted_weights(weights))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._scopes.close()
-
-    def __call__(self, *rows: ProbeRow) -> _Sums:
-        """Returns the sums over some rows."""
-        self._metrics.reset()
-        losses = []
-        for row in rows:
-            with restored(self._state):
-                losses.append([loss.numpy() for loss in self._traced(as_tensors(row))])
-        totals = [np.sum(of_rows, axis=0) for of_rows in zip(*losses, strict=True)]
-        return _Sums(totals, [variable.numpy() for variable in self._metrics.variables])
+    try:
+        return Trial(objective, compute, row, counters=objective.metrics.variables)
+    except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
+        raise ValueError(f"x holds packed rows. {_REMEDY} This failed: {error}") from error
 
 
 def _require_same(

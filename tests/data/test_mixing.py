@@ -123,6 +123,9 @@ def test_refused_by_name(name):
     make, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         fa.mix(*make())
+
+
+def test_an_unknown_stop_is_refused():
     with pytest.raises(ValueError, match="stop='first'"):
         fa.mix(SOURCES, WEIGHTS, stop="first")
 

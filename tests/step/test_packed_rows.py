@@ -864,3 +864,24 @@ def test_a_metric_with_the_name_of_a_share_is_refused():
     trainer = trainer_of(blocks(multi_head(), depth=1), 2, metrics=[metric], jit_compile=False)
     with pytest.raises(ValueError, match="called 'real_tokens'"):
         trainer.fit(rows_of()[0].batch(1), verbose=0)
+
+
+def test_a_refusal_names_masked_ids_as_the_cause():
+    """A query whose keys are all masked is a mean over the whole row, other documents' too."""
+    model = blocks(multi_head(), depth=1, embed=layers.Embedding(VOCABULARY, WIDTH, mask_zero=True))
+    documents = [np.array([3, 0, 5, 0, 7, 2, 0, 1, 4, 6, 8, 9], "int32")]
+    with pytest.raises(ValueError, match="no document may hold that id"):
+        trainer_of(model, 1, jit_compile=False).fit(rows_of(documents)[0].batch(1), verbose=0)
+    trainer_of(model, 1, jit_compile=False).fit(rows_of()[0].batch(1), verbose=0)
+
+
+def test_a_row_longer_than_a_table_of_positions_is_refused():
+    keras_hub = pytest.importorskip("keras_hub")
+    embed = keras_hub.layers.TokenAndPositionEmbedding(VOCABULARY, LENGTH // 2, WIDTH)
+    model = blocks(multi_head(), depth=1, embed=embed)
+    before = weights_of(model)
+    trainer = trainer_of(model, 2, jit_compile=False)
+    with pytest.raises(ValueError, match=f"pack rows of at most {LENGTH // 2} tokens"):
+        trainer.fit(rows_of()[0].batch(1), verbose=0)
+    for weight, variable in zip(before, model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(weight, variable.numpy())
