@@ -312,6 +312,9 @@ get_function = Method(
 iterator_resource = Attribute(
     "_iterator_resource", of="iterators of tf.data", serves="saving an iterator's state"
 )
+iterator_shapes = Attribute(
+    "_flat_output_shapes", of="iterators of tf.data", serves="a Ctrl-C while the data is read"
+)
 dataset_inputs = Method(
     "_inputs", of="tf.data.Dataset", serves="finding the shuffles in a pipeline"
 )

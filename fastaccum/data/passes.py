@@ -116,7 +116,7 @@ class Passes:
             self._iterator = self._resumed
             self._resumed = None
             return self._iterator
-        self._iterator = iter(self._pipeline)
+        self._iterator = _iterator(self._pipeline)
         if self.tracked and self._savable and not _endless(self._pipeline):
             self._start = self._serialized()
         return self._iterator
@@ -339,7 +339,7 @@ class Passes:
         return None
 
     def _deserialized(self, state: tf.Tensor) -> tf.data.Iterator:
-        iterator = iter(self._pipeline)
+        iterator = _iterator(self._pipeline)
         try:
             tf.raw_ops.DeserializeIterator(
                 resource_handle=private.iterator_resource(iterator), serialized=state
@@ -351,6 +351,21 @@ class Passes:
                 "same dataset, or name another checkpoint_dir."
             ) from error
         return iterator
+
+
+def _iterator(pipeline: tf.data.Dataset | PythonBatches) -> Iterator:
+    """Returns an iterator that a Ctrl-C may interrupt at any time.
+
+    TensorFlow asks each `TensorShape` for its rank as it reads an element. That is Python code,
+    which a Ctrl-C may interrupt. TensorFlow takes the failure for a rank of -1, and writes outside
+    its memory. A tuple answers without Python code.
+    """
+    iterator = iter(pipeline)
+    shapes = private.iterator_shapes(iterator, None)
+    if shapes is not None:
+        plain = [None if shape.rank is None else tuple(shape.as_list()) for shape in shapes]
+        private.iterator_shapes.set(iterator, plain)
+    return iterator
 
 
 def _chain(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:

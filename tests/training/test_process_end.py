@@ -5,8 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
+
+import fastaccum as fa
 
 SECONDS = 5.0
 PROGRAM = """
@@ -97,3 +103,24 @@ def test_a_process_ends_after_its_fit(tmp_path, kind, end, said):
             process.wait()
     errors = (tmp_path / "stderr").read_text()
     assert said in errors and (code != 0) == (end != "stop"), errors[-3000:]
+
+
+def test_no_python_answers_tensorflow_while_it_reads(monkeypatch):
+    """A Ctrl-C in `TensorShape.__len__` would make TensorFlow write outside its memory."""
+    asked = []
+    length = tf.TensorShape.__len__
+    rows = np.ones((4, 2), "float32")
+    data = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).batch(2)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    trainer = fa.Trainer(model, "sgd", "mse", jit_compile=False)
+
+    def counted(shape):
+        if "iterator_get_next" in {frame.name for frame in traceback.extract_stack()}:
+            asked.append(shape)
+        return length(shape)
+
+    monkeypatch.setattr(tf.TensorShape, "__len__", counted)
+    trainer.fit(data, epochs=2, verbose=0)
+    assert not asked
+    next(iter(data))
+    assert asked, "TensorFlow asks no more: iterators need no tuples"
