@@ -7,4 +7,6 @@ from fastaccum.kernels.cross_entropy import linear_cross_entropy as linear_cross
 from fastaccum.kernels.fp32_layers import fp32_weight_gradients as fp32_weight_gradients
 from fastaccum.kernels.fp32_layers import plain_weight_gradients as plain_weight_gradients
 from fastaccum.kernels.layer_stack import LayerStack as LayerStack
+from fastaccum.kernels.matmul import einsum_float8 as einsum_float8
+from fastaccum.kernels.matmul import matmul_float8 as matmul_float8
 from fastaccum.kernels.matmul import matmul_fp32_wgrad as matmul_fp32_wgrad

@@ -14,6 +14,13 @@ import tensorflow as tf
 from fastaccum.kernels.checks import as_tensor
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
+from fastaccum.kernels.float8 import (
+    E4M3,
+    Float8,
+    product_float8,
+    product_of_dequantized,
+    quantize,
+)
 from fastaccum.kernels.hoisted_casts import rounded
 from fastaccum.kernels.xla_ops import HALF, barred, dot, in_xla, product, sizes, unfused
 
@@ -22,6 +29,11 @@ _ELEMENTWISE = ("AddV2", "Erfc", "Mul", "Neg", "Pow", "Sigmoid", "Square", "Tanh
 # Operations that pass a value on, as it is or in another dtype. An IdentityN holds a custom
 # gradient, such as that of SiLU.
 _TRANSPARENT = ("Cast", "Identity", "IdentityN")
+
+# Multiplies two matrices, with any number of leading axes that both share.
+Product = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+# Turns and flattens a kernel, or a copy of it.
+Flatten = Callable[[tf.Tensor], tf.Tensor]
 
 
 def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = None) -> tf.Tensor:
@@ -53,6 +65,58 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = 
     x = as_tensor("x", x)
     kernel = as_tensor("kernel", kernel)
     _require_dtypes(x, kernel)
+    return _matmul(x, kernel, lambda x_TI, kernel_IO: _product(x_TI, kernel_IO, copy))
+
+
+def matmul_float8(
+    x: tf.Tensor,
+    kernel: tf.Tensor,
+    copy: Float8 | None = None,
+    *,
+    implementation: str = "float8",
+) -> tf.Tensor:
+    """Computes `x @ kernel` and both gradients as products of float8 numbers.
+
+    Each tensor is rounded by a scale of its own, found anew in each call, so that nothing is kept
+    from one call to the next (dynamic tensorwise scaling; formats as in Micikevicius et al., 2022,
+    https://arxiv.org/abs/2209.05433):
+
+        scale(t) = 2 ** ceil(log2(max(|t|) / largest))    # largest: 448 in e4m3, 57344 in e5m2
+        e4m3(t) = cast(t / scale(t), float8_e4m3fn) * scale(t)
+        e5m2(t) = cast(t / scale(t), float8_e5m2) * scale(t)
+
+        y = e4m3(x) @ e4m3(kernel)                        # summed in float32, then in bfloat16
+        dx = e5m2(dy) @ e4m3(kernel)^T                    # likewise
+        dkernel = e4m3(x)^T @ e5m2(dy)                    # in float32, rounded nowhere
+
+    cuBLAS multiplies float8 numbers in one layout alone, with the summed axis last in both. So on
+    a GPU e4m3(kernel), e4m3(x) and e5m2(dy) exist in both layouts. The kernel that rounds a tensor
+    writes both.
+
+    Args:
+        x: [..., in], float16 or bfloat16; the result, [..., out], has its dtype.
+        kernel: [in, out], float32: the variable itself, before any autocast.
+        copy: `quantize(kernel, E4M3)` of `fastaccum.kernels.float8`, where it is at hand; by
+            default, it is made here.
+        implementation: "float8", or "reference" for the same formula with products in float32.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: for shapes that do not fit.
+
+    >>> x, kernel = tf.ones([2, 16], tf.bfloat16), tf.fill([16, 1], 0.1)
+    >>> matmul_float8(x, kernel)[0, 0].numpy().item()  # 0.1 is 0.1015625 in e4m3 with this scale
+    1.625
+    """
+    x = as_tensor("x", x)
+    kernel = as_tensor("kernel", kernel)
+    _require_half(x, kernel)
+    product = _float8_product(implementation)
+    rounded = quantize(kernel, E4M3) if copy is None else copy
+    return _matmul(x, kernel, lambda x_TI, kernel_IO: product(x_TI, kernel_IO, rounded))
+
+
+def _matmul(x: tf.Tensor, kernel: tf.Tensor, product: Product) -> tf.Tensor:
     has_axes = x.shape.rank and kernel.shape.rank == 2 and kernel.shape.is_fully_defined()
     if not has_axes or not x.shape[-1:].is_compatible_with(kernel.shape[:1]):
         raise ValueError(
@@ -62,8 +126,7 @@ def matmul_fp32_wgrad(x: tf.Tensor, kernel: tf.Tensor, copy: tf.Tensor | None = 
         )
     width, width_out = kernel.shape
     x_TI = tf.reshape(x, [-1, width])
-    y_TO = _product(x_TI, kernel, copy)
-    return tf.reshape(y_TO, [*sizes(x)[:-1], width_out])
+    return tf.reshape(product(x_TI, kernel), [*sizes(x)[:-1], width_out])
 
 
 def einsum_fp32_wgrad(
@@ -77,6 +140,58 @@ def einsum_fp32_wgrad(
     x = tf.convert_to_tensor(x)
     kernel = tf.convert_to_tensor(kernel)
     _require_dtypes(x, kernel)
+
+    def product(x_TI, kernel_IO, flatten):
+        copy_IO = None if copy is None else flatten(copy)
+        return _product(x_TI, kernel_IO, copy_IO)
+
+    return _einsum(equation, x, kernel, product)
+
+
+def einsum_float8(
+    equation: str,
+    x: tf.Tensor,
+    kernel: tf.Tensor,
+    copy: Float8 | None = None,
+    *,
+    implementation: str = "float8",
+) -> tf.Tensor:
+    """Computes `tf.einsum(equation, x, kernel)`, as `matmul_float8` does.
+
+    All of a kernel has one scale.
+
+    Args:
+        equation: of two operands and an output, such as "abc,cd->abd", each axis at most once in a
+            term and in at least two of them; "..." may stand for axes of x and the output.
+        x, kernel, copy, implementation: as of `matmul_float8`, in the equation's shapes.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: for shapes that do not fit the equation.
+
+    >>> x, kernel = tf.ones([2, 5, 16], tf.bfloat16), tf.ones([16, 4, 8])
+    >>> einsum_float8("btd,dnh->btnh", x, kernel).shape
+    TensorShape([2, 5, 4, 8])
+    """
+    x = tf.convert_to_tensor(x)
+    kernel = tf.convert_to_tensor(kernel)
+    _require_half(x, kernel)
+    multiply = _float8_product(implementation)
+    rounded = quantize(kernel, E4M3) if copy is None else copy
+
+    def product(x_TI, kernel_IO, flatten):
+        return multiply(x_TI, kernel_IO, rounded._replace(values=flatten(rounded.values)))
+
+    return _einsum(equation, x, kernel, product)
+
+
+def _einsum(
+    equation: str,
+    x: tf.Tensor,
+    kernel: tf.Tensor,
+    product: Callable[[tf.Tensor, tf.Tensor, Flatten], tf.Tensor],
+) -> tf.Tensor:
+    """Turns and flattens both operands to matrices, and multiplies them."""
     axes = matmul_axes(equation, x, kernel)
     if axes is None:
         raise ValueError(
@@ -102,11 +217,9 @@ def einsum_fp32_wgrad(
 
     x_in_order = _transpose(x, of_x, batch + rows + inner)
     x_TI = tf.reshape(x_in_order, [*batch_sizes, -1, width])
-    kernel_IO = flattened(kernel)
-    copy_IO = None if copy is None else flattened(copy)
     y_axes = batch + rows + outer
-    y = tf.reshape(_product(x_TI, kernel_IO, copy_IO), [size[axis] for axis in y_axes])
-    return _transpose(y, y_axes, of_y)
+    y = product(x_TI, flattened(kernel), flattened)
+    return _transpose(tf.reshape(y, [size[axis] for axis in y_axes]), y_axes, of_y)
 
 
 def convolution_fp32_wgrad(
@@ -264,6 +377,24 @@ def _require_dtypes(x: tf.Tensor, kernel: tf.Tensor) -> None:
             f"{kernel_dtype.name} variable itself. Inside a Keras layer, read it in a scope "
             "without autocast."
         )
+
+
+def _require_half(x: tf.Tensor, kernel: tf.Tensor) -> None:
+    _require_dtypes(x, kernel)
+    if x.dtype not in HALF:
+        raise TypeError(
+            f"x has dtype {x.dtype.name}: a product in float8 takes float16 or bfloat16. For "
+            "others there is matmul_fp32_wgrad."
+        )
+
+
+def _float8_product(implementation: str) -> Callable[[tf.Tensor, tf.Tensor, Float8], tf.Tensor]:
+    products = {"float8": product_float8, "reference": product_of_dequantized}
+    if implementation not in products:
+        raise ValueError(
+            f"implementation={implementation!r} must be one of {', '.join(map(repr, products))}."
+        )
+    return products[implementation]
 
 
 def matmul_axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str, str] | None:

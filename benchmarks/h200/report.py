@@ -228,6 +228,7 @@ def _programs(run: Run) -> str:
 def _rates(rates: dict[str, float]) -> str:
     sentences = {
         "half": "{:.4g} FLOP/s of half-precision matmuls",
+        "float8": "{:.4g} of float8 ones",
         "tf32": "{:.4g} of float32 ones, as TF32",
         "bandwidth": "{:.4g} bytes/s of memory",
         "launch": "{:.2g} s for a kernel at least",

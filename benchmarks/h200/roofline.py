@@ -7,6 +7,7 @@ not know which form of a matmul autotuning finds, what caches save, and clocks u
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from benchmarks.h200.kernels import Kernel
 
@@ -17,6 +18,8 @@ class Rates:
 
     Attributes:
         half: FLOP/s of matmuls of half-precision operands: about 80% of the peak of 989e12.
+        float8: of float8 operands: the same share of their peak, 1979e12 (NVIDIA's data sheet of
+            the H200, without sparsity).
         tf32: of float32 operands, as TF32.
         bandwidth: bytes/s of memory: 83% of 4.8e12.
         launch: seconds of the smallest kernel.
@@ -24,6 +27,7 @@ class Rates:
     """
 
     half: float = 790e12
+    float8: float = 1580e12
     tf32: float = 400e12
     bandwidth: float = 4.0e12
     launch: float = 3e-6
@@ -106,7 +110,11 @@ def predict(kernels: list[Kernel], rates: Rates | None = None) -> Prediction:
 
 
 def _timed(kernel: Kernel, rates: Rates) -> Timed:
-    rate = rates.tf32 if kernel.types.startswith("f32") else rates.half
+    rate = rates.half
+    if kernel.types.startswith("f32"):
+        rate = rates.tf32
+    elif re.fullmatch(r"f8\w+ x f8\w+ -> \w+", kernel.types):
+        rate = rates.float8
     if kernel.kind == "attention":
         rate *= rates.attention
     milliseconds = 1e3 * kernel.times

@@ -316,7 +316,9 @@ def test_calls_branches_and_what_runs_beside():
 
 
 def test_a_kernel_takes_the_longest_of_its_parts():
-    rates = roofline.Rates(half=1e12, tf32=5e11, bandwidth=1e9, launch=1e-6, attention=0.5)
+    rates = roofline.Rates(
+        half=1e12, float8=2e12, tf32=5e11, bandwidth=1e9, launch=1e-6, attention=0.5
+    )
     each = [
         kernels.Kernel("a", "gemm", "", "bf16 x bf16 -> f32", 1e9, 1e3, (8,)),
         kernels.Kernel("b", "gemm", "", "f32 x f32 -> f32", 1e9, 1e3, (8, 2)),
@@ -324,6 +326,9 @@ def test_a_kernel_takes_the_longest_of_its_parts():
         kernels.Kernel("d", "copy", "", "f32[8]", 0, 1e6),
         kernels.Kernel("e", "copy", "", "f32[8]", 0, 1, (8, 3)),
     ]
+    float8 = kernels.Kernel("f", "gemm", "", "f8e4m3fn x f8e5m2 -> f32", 1e9, 1e3, (8,))
+    (timed,) = roofline.predict([float8], rates).kernels
+    assert timed.ms == pytest.approx(4.0)
     found = roofline.predict(each, rates)
     assert [timed.ms for timed in found.kernels] == pytest.approx([8.0, 32.0, 2.0, 1.0, 24e-3])
     assert found.ms == pytest.approx(43.024)

@@ -92,4 +92,6 @@ def kernels(
     fa.kernels.LayerStack(lambda: keras.layers.Dense(8), depth=4)
     attended = fa.kernels.attention(query, query, query, causal=True, implementation="reference")
     product = fa.kernels.matmul_fp32_wgrad(hidden, kernel)
+    product += fa.kernels.matmul_float8(hidden, kernel, implementation="reference")
+    product += fa.kernels.einsum_float8("ti,io->to", hidden, kernel)
     return fa.kernels.linear_cross_entropy(product, kernel, labels) + tf.reduce_sum(attended)

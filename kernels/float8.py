@@ -1,0 +1,147 @@
+"""Multiplies by weights in float8, with one scale for each tensor, found anew each time.
+
+Shape suffixes: T rows (tokens) of the input, I and O its width and the output's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from fastaccum.kernels.custom_gradients import custom_gradient
+from fastaccum.kernels.devices import has_gpu
+from fastaccum.kernels.xla_ops import barred, in_xla
+
+E4M3 = tf.dtypes.experimental.float8_e4m3fn  # of what the forward pass reads: 3 bits of mantissa
+E5M2 = tf.dtypes.experimental.float8_e5m2  # of gradients: 2 bits of mantissa, a wider range
+
+_LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+# The bits of a float32: 8 of the exponent, above 23 of the mantissa.
+_EXPONENT = 0x7F800000
+_MANTISSA = 0x007FFFFF
+
+
+class Float8(NamedTuple):
+    """A tensor in float8, times a scale.
+
+    Attributes:
+        values: E4M3 or E5M2 in XLA; elsewhere the same numbers in bfloat16, since TensorFlow's own
+            loops carry no float8.
+        scale: float32 [], a power of two.
+    """
+
+    values: tf.Tensor
+    scale: tf.Tensor
+
+    def dequantized(self, dtype: tf.DType) -> tf.Tensor:
+        """Returns the numbers that it stands for, which are exact in bfloat16 and float32."""
+        return tf.cast(self.values, dtype) * tf.cast(self.scale, dtype)
+
+
+def quantize(x: tf.Tensor, dtype: tf.DType, tensor_axes: int | None = None) -> Float8:
+    """Rounds tensors to float8, each by a scale of its own.
+
+    The scale is `max(|x|) / the dtype's largest number`, rounded up to a power of two: division by
+    it, and multiplication, round nothing, and no number is too large. What is NaN becomes NaN;
+    infinity anywhere makes a tensor NaN.
+
+    Args:
+        x: [..., *axes of a tensor], float16, bfloat16 or float32.
+        dtype: E4M3 or E5M2.
+        tensor_axes: how many of the last axes are a tensor's; all of them by default.
+    """
+    rank = x.shape.rank
+    count = rank if tensor_axes is None else tensor_axes
+    axes = list(range(rank - count, rank))
+    largest = tf.cast(tf.reduce_max(tf.abs(x), axes), tf.float32)
+    bits = tf.bitcast(largest / _LARGEST[dtype], tf.int32)
+    bits_of_power = (bits + _MANTISSA) & _EXPONENT
+    # Zero, and what the device takes for zero, has no scale.
+    scale = tf.where(bits_of_power > 0, tf.bitcast(bits_of_power, tf.float32), 1.0)
+    # In bfloat16, where x is: what is cast here may be written to memory before it is rounded.
+    wide = x.dtype if x.dtype == tf.bfloat16 else tf.float32
+    divisor = tf.reshape(tf.cast(scale, wide), [*scale.shape, *[1] * count])
+    values = tf.cast(tf.cast(x, wide) / divisor, dtype)
+    if not in_xla():
+        values = tf.cast(values, tf.bfloat16)
+    return Float8(values, scale)
+
+
+def product_float8(x_TI: tf.Tensor, kernel_IO: tf.Tensor, rounded_IO: Float8) -> tf.Tensor:
+    """Multiplies two matrices, with any number of leading axes that both share.
+
+    Each tensor is rounded once. The forward pass and the kernel's gradient read the same copy of x;
+    both gradients read the same copy of dy.
+    """
+    dtype = x_TI.dtype
+
+    @custom_gradient
+    def multiply(x_TI, kernel_IO):
+        x8_TI = quantize(x_TI, E4M3)
+        kernel8_IO = _in_this_turn(rounded_IO, x8_TI.scale)
+
+        def gradient(dy_TO):
+            dy8_TO = quantize(dy_TO, E5M2)
+            dx_TI = _dot(dy8_TO, kernel8_IO, dtype, transpose_b=True)
+            dkernel_IO = _dot(x8_TI, dy8_TO, tf.float32, transpose_a=True)
+            return dx_TI, dkernel_IO
+
+        return _dot(x8_TI, kernel8_IO, dtype), gradient
+
+    return multiply(x_TI, kernel_IO)
+
+
+def _in_this_turn(kernel: Float8, scalar: tf.Tensor) -> Float8:
+    """Returns the kernel; XLA does not know it before the scalar, which each turn of a loop finds.
+
+    Else XLA on a GPU would compute the half-precision numbers once, before the loop, and multiply
+    them.
+    """
+    if not (has_gpu() and in_xla()):
+        return kernel
+    values, scale, _ = barred(kernel.values, kernel.scale, scalar)
+    return Float8(values, scale)
+
+
+def product_of_dequantized(x_TI: tf.Tensor, kernel_IO: tf.Tensor, rounded_IO: Float8) -> tf.Tensor:
+    """Computes `product_float8` by products in float32 of the rounded numbers: the reference."""
+
+    @custom_gradient
+    def multiply(x_TI, kernel_IO):
+        x = quantize(x_TI, E4M3).dequantized(tf.float32)
+        kernel = rounded_IO.dequantized(tf.float32)
+
+        def gradient(dy_TO):
+            dy = quantize(dy_TO, E5M2).dequantized(tf.float32)
+            dx_TI = tf.matmul(dy, kernel, transpose_b=True)
+            return tf.cast(dx_TI, x_TI.dtype), tf.matmul(x, dy, transpose_a=True)
+
+        return tf.cast(tf.matmul(x, kernel), x_TI.dtype), gradient
+
+    return multiply(x_TI, kernel_IO)
+
+
+def _dot(
+    a: Float8, b: Float8, dtype: tf.DType, transpose_a: bool = False, transpose_b: bool = False
+) -> tf.Tensor:
+    """Multiplies in float8 where the device can, with sums in float32, to a result of the dtype.
+
+    XLA reads from this form that the operands are float8, each times a scale. Elsewhere the product
+    is one of the same numbers in bfloat16, or float32.
+    """
+    # Scales may be no numbers of float16, and XLA knows no product from bfloat16 to float16.
+    half = tf.bfloat16 if dtype == tf.float16 else dtype
+    if in_xla():
+        product = tf.raw_ops.BatchMatMulV3(
+            x=a.dequantized(tf.bfloat16),
+            y=b.dequantized(tf.bfloat16),
+            Tout=half,
+            adj_x=transpose_a,
+            adj_y=transpose_b,
+        )
+    else:
+        a_wide = a.dequantized(tf.float32)
+        b_wide = b.dequantized(tf.float32)
+        product = tf.cast(tf.matmul(a_wide, b_wide, transpose_a, transpose_b), half)
+    return tf.cast(product, dtype)
