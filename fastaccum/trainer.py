@@ -18,6 +18,7 @@ from fastaccum.basics import arguments
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.distribute import workers
 from fastaccum.layers.attention import FlashAttention
+from fastaccum.layers.float8 import Float8
 from fastaccum.layers.scan import ScanLayers
 from fastaccum.memory.plan import Plan
 from fastaccum.memory.summary import Summary
@@ -115,6 +116,13 @@ class Trainer:
         max_programs: how many sizes of a micro-batch get a program of their own, where batches have
             other numbers of rows, or other lengths, and are padded to the next of these sizes
             (docs/guides/varying-batches.md). Fewer compile sooner; more waste less. "auto" is 4.
+        float8: multiply in float8 in training, by `fa.kernels.matmul_float8`: in Dense and
+            EinsumDense layers, so in the projections of attention too, but not in the last layer,
+            in layers with LoRA or of your own classes, and where a kernel's sizes are no multiples
+            of 16. Other operations, evaluation and prediction stay in half precision, weights and
+            checkpoints in float32. "auto" where the device has such products (compute capability
+            8.9) and a layer is large enough to gain by them; True wherever it can be, on any
+            device. `summary()` lists the layers.
         scan_layers: run layers that repeat, such as a transformer's blocks, as one loop, which is
             traced and compiled once. The result is the same, to float32 rounding, and the model
             stays as it is. It applies where XLA compiles the step, to layers in a graph, and to
@@ -165,6 +173,7 @@ class Trainer:
     flash_attention: FlashAttention
     jit_compile: JitCompile
     on_nonfinite: OnNonfinite
+    float8: Float8
     scan_layers: ScanLayers
     shard_optimizer: ShardOptimizer
     max_programs: int | Literal["auto"]
@@ -187,6 +196,7 @@ class Trainer:
         jit_compile: JitCompile = "auto",
         steps_per_execution: int = 1,
         on_nonfinite: OnNonfinite = "skip",
+        float8: Float8 = False,
         scan_layers: ScanLayers = "auto",
         shard_optimizer: ShardOptimizer = "auto",
         max_programs: int | Literal["auto"] = "auto",

@@ -62,6 +62,9 @@ def quantize(x: tf.Tensor, dtype: tf.DType, tensor_axes: int | None = None) -> F
     # In bfloat16, where x is: what is cast here may be written to memory before it is rounded.
     wide = x.dtype if x.dtype == tf.bfloat16 else tf.float32
     divisor = tf.reshape(tf.cast(scale, wide), [*scale.shape, *[1] * count])
+    if has_gpu() and in_xla():
+        # Else XLA may keep for this pass what x is rounded from, in twice the bytes.
+        (x,) = barred(x)
     values = tf.cast(tf.cast(x, wide) / divisor, dtype)
     if not in_xla():
         values = tf.cast(values, tf.bfloat16)
@@ -78,8 +81,7 @@ def product_float8(x_TI: tf.Tensor, kernel_IO: tf.Tensor, rounded_IO: Float8) ->
 
     @custom_gradient
     def multiply(x_TI, kernel_IO):
-        x8_TI = quantize(x_TI, E4M3)
-        kernel8_IO = _in_this_turn(rounded_IO, x8_TI.scale)
+        x8_TI, kernel8_IO = _apart(quantize(x_TI, E4M3), rounded_IO)
 
         def gradient(dy_TO):
             dy8_TO = quantize(dy_TO, E5M2)
@@ -92,16 +94,18 @@ def product_float8(x_TI: tf.Tensor, kernel_IO: tf.Tensor, rounded_IO: Float8) ->
     return multiply(x_TI, kernel_IO)
 
 
-def _in_this_turn(kernel: Float8, scalar: tf.Tensor) -> Float8:
-    """Returns the kernel; XLA does not know it before the scalar, which each turn of a loop finds.
+def _apart(x: Float8, kernel: Float8) -> tuple[Float8, Float8]:
+    """Returns both; XLA takes the scale of x, and the kernel, for ones that nothing else has.
 
-    Else XLA on a GPU would compute the half-precision numbers once, before the loop, and multiply
-    them.
+    Else XLA on a GPU would compute the half-precision numbers of a loop's kernels once, before the
+    loop, or one product of x with several kernels, beside each other. It then multiplies those
+    numbers in half precision.
     """
     if not (has_gpu() and in_xla()):
-        return kernel
-    values, scale, _ = barred(kernel.values, kernel.scale, scalar)
-    return Float8(values, scale)
+        return x, kernel
+    # The values of x are left as they are: they are rounded and transposed in one kernel, once.
+    x_scale, *kernel_and_scale = barred(x.scale, *kernel)
+    return Float8(x.values, x_scale), Float8(*kernel_and_scale)
 
 
 def product_of_dequantized(x_TI: tf.Tensor, kernel_IO: tf.Tensor, rounded_IO: Float8) -> tf.Tensor:

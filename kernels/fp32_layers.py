@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -11,12 +12,15 @@ import tensorflow as tf
 
 from fastaccum.kernels import private
 from fastaccum.kernels.checks import shown
+from fastaccum.kernels.float8 import E4M3
 from fastaccum.kernels.hoisted_casts import copy_of
 from fastaccum.kernels.layer_stack import LayerStack
 from fastaccum.kernels.matmul import (
     convolution_fp32_wgrad,
+    einsum_float8,
     einsum_fp32_wgrad,
     matmul_axes,
+    matmul_float8,
     matmul_fp32_wgrad,
 )
 from fastaccum.kernels.norms import activated
@@ -75,6 +79,21 @@ def fp32_calls(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.
     return calls
 
 
+def float8_calls(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, Call]]:
+    """Returns the layers that can multiply in float8, with the `call_float8` of each."""
+    calls: list[tuple[keras.layers.Layer, Call]] = []
+    for layer in layers:
+        call_float8 = getattr(_SWITCHED.get(type(layer)), "call_float8", None)
+        if call_float8 is not None and _is_mixed(layer):
+            calls.append((layer, functools.partial(call_float8, layer)))
+    return calls
+
+
+def float8_kernels(layers: Iterable[keras.layers.Layer]) -> list[keras.Variable]:
+    """Returns the kernels of the layers that can multiply in float8."""
+    return [private.kernel(layer) for layer, _ in float8_calls(layers)]
+
+
 def plain_weight_gradients(
     layers: keras.layers.Layer | Iterable[keras.layers.Layer],
 ) -> list[keras.layers.Layer]:
@@ -118,12 +137,15 @@ def all_layers(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
 
 def _in_scope(layer: keras.layers.Layer) -> bool:
     """Returns whether a layer computes in half precision from float32 weights of its own alone."""
+    return _is_mixed(layer) and not getattr(layer, "lora_enabled", False)
+
+
+def _is_mixed(layer: keras.layers.Layer) -> bool:
     half_dtypes = [dtype.name for dtype in HALF]
     return (
         layer.compute_dtype in half_dtypes
         and layer.variable_dtype == "float32"
         and layer.quantization_mode is None
-        and not getattr(layer, "lora_enabled", False)
     )
 
 
@@ -132,11 +154,13 @@ def _switches(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable)
 
     It may not with LoRA, sparse inputs, or a `weight` without autocast.
     """
-    return (
-        isinstance(inputs, tf.Tensor)
-        and inputs.dtype == layer.compute_dtype == weight.dtype
-        and _in_scope(layer)
-    )
+    return _autocasts(layer, inputs, weight) and _in_scope(layer)
+
+
+def _autocasts(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable) -> bool:
+    if not isinstance(inputs, tf.Tensor):
+        return False
+    return inputs.dtype == layer.compute_dtype == weight.dtype
 
 
 def _float32(variable: keras.Variable) -> tf.Tensor:
@@ -161,6 +185,29 @@ def _finish(layer: keras.layers.Layer, y: tf.Tensor) -> tf.Tensor:
 def _weight(variable: keras.Variable, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
     """Returns a variable's value, and its copy in the inputs' dtype where that is at hand."""
     return _float32(variable), copy_of(variable, inputs.dtype)
+
+
+def _lora_matrices(layer: keras.layers.Layer) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns A and B, whose product LoRA adds to the kernel."""
+    scale = layer.lora_alpha / layer.lora_rank
+    return _float32(layer.lora_kernel_a), scale * _float32(layer.lora_kernel_b)
+
+
+def low_rank_equations(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, str] | None:
+    """Returns the equations of two einsums, by LoRA's A and then B, that give `x @ (A @ B)`.
+
+    None where x has the kernel's last axis, along which LoRA's product is taken apart.
+    """
+    axes = matmul_axes(equation, x, kernel)
+    if axes is None:
+        return None
+    of_x, of_kernel, of_y = axes
+    last = of_kernel[-1]
+    if last in of_x:
+        return None
+    rank = next(axis for axis in string.ascii_letters if axis not in of_x + of_kernel)
+    of_low = of_y.replace(last, rank)
+    return f"{of_x},{of_kernel[:-1]}{rank}->{of_low}", f"{of_low},{rank}{last}->{of_y}"
 
 
 def _convolve(
@@ -205,6 +252,16 @@ class Fp32Dense(keras.layers.Dense):
         kernel, copy = _weight(private.kernel(self), inputs)
         return _finish(self, matmul_fp32_wgrad(inputs, kernel, copy))
 
+    def call_float8(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
+        kernel = private.kernel(self)
+        if not _autocasts(self, inputs, kernel):
+            return call(inputs, training=training)
+        y = matmul_float8(inputs, _float32(kernel), copy_of(kernel, E4M3))
+        if self.lora_enabled:
+            a, b = _lora_matrices(self)
+            y += matmul_fp32_wgrad(matmul_fp32_wgrad(inputs, a), b)
+        return _finish(self, y)
+
 
 @_switched_from_base
 class Fp32EinsumDense(keras.layers.EinsumDense):
@@ -218,6 +275,20 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
             return call(inputs, training=training)
         kernel, copy = _weight(private.kernel(self), inputs)
         return _finish(self, einsum_fp32_wgrad(self.equation, inputs, kernel, copy))
+
+    def call_float8(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
+        kernel = private.kernel(self)
+        if not (_autocasts(self, inputs, kernel) and matmul_axes(self.equation, inputs, kernel)):
+            return call(inputs, training=training)
+        y = einsum_float8(self.equation, inputs, _float32(kernel), copy_of(kernel, E4M3))
+        if self.lora_enabled:
+            equations = low_rank_equations(self.equation, inputs, kernel)
+            if equations is None:
+                return call(inputs, training=training)
+            for equation, factor in zip(equations, _lora_matrices(self), strict=True):
+                inputs = einsum_fp32_wgrad(equation, inputs, factor)
+            y += inputs
+        return _finish(self, y)
 
 
 @_switched_from_base

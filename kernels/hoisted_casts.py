@@ -1,16 +1,18 @@
-"""Half-precision casts of float32 weights, and tables, made once and not in each turn of a loop."""
+"""Half-precision and float8 copies of float32 weights, and tables, made once before a loop."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from fastaccum.kernels import private, trace_context
 from fastaccum.kernels.custom_gradients import custom_gradient
-from fastaccum.kernels.trace_context import Casts, Find
+from fastaccum.kernels.float8 import E4M3, quantize
+from fastaccum.kernels.trace_context import Casts, Copy, Find
 from fastaccum.kernels.variable_stack import VariableStack
 
 
@@ -25,9 +27,9 @@ def hoisted_casts(
     read where a cast is asked for first. `stacks` has the values of those that were read by then.
     """
     kept = {id(asked): variable for asked, variable in variables}
-    made: dict[tuple[int | tuple, tf.DType], tf.Tensor] = {}
+    made: dict[tuple[int | tuple, tf.DType], Copy] = {}
 
-    def find(source, dtype):
+    def find(source, dtype, of_layers=False):
         is_table = isinstance(source, tuple)
         is_stack = isinstance(source, VariableStack)
         key = (source if is_table else id(source), dtype)
@@ -48,10 +50,17 @@ def hoisted_casts(
                     )
             else:
                 return None
-            made[key] = tf.cast(value, dtype)
+            made[key] = _copied(value, dtype, of_layers)
         return made[key]
 
     return _for_this_graph(find)
+
+
+def _copied(value: tf.Tensor, dtype: tf.DType, of_layers: bool) -> Copy:
+    """Casts a value, or rounds it to float8: each of stacked layers by a scale of its own."""
+    if dtype == E4M3:
+        return quantize(value, E4M3, value.shape.rank - of_layers)
+    return tf.cast(value, dtype)
 
 
 @contextlib.contextmanager
@@ -68,15 +77,15 @@ def rounded_layer(
     stack_by_id = {id(variable): stack for variable, stack in stacks}
     in_same_scope = stateless_scope() is casts_of_stacks.scope
 
-    def find(source, dtype):
+    def find(source, dtype, of_layers=False):
         if isinstance(source, tuple):
             return casts_of_stacks.find(source, dtype)
         if not in_same_scope:
             return None
-        whole = casts_of_stacks.find(stack_by_id.get(id(source)), dtype)
+        whole = casts_of_stacks.find(stack_by_id.get(id(source)), dtype, True)
         if whole is None:
             return None
-        return tf.gather(whole, i)
+        return tf.nest.map_structure(lambda stacked: tf.gather(stacked, i), whole)
 
     with scope, trace_context.current().extended(casts=_for_this_graph(find)):
         yield
@@ -90,9 +99,9 @@ def allow_outer_casts() -> contextlib.AbstractContextManager[None]:
     context = trace_context.current()
     graph = tf.compat.v1.get_default_graph()
 
-    def find(source, dtype):
+    def find(source, dtype, of_layers=False):
         with graph.as_default():
-            return context.casts.find(source, dtype)
+            return context.casts.find(source, dtype, of_layers)
 
     return context.extended(casts=context.casts._replace(find=find))
 
@@ -101,10 +110,10 @@ def _for_this_graph(find: Find) -> Casts:
     """Limits casts to what may capture tensors of the graph that is traced now."""
     graph = tf.compat.v1.get_default_graph()
 
-    def find_here(source, dtype):
+    def find_here(source, dtype, of_layers=False):
         if not _may_capture_from(graph):
             return None
-        return find(source, dtype)
+        return find(source, dtype, of_layers)
 
     return Casts(find_here, stateless_scope())
 
@@ -127,8 +136,11 @@ def _may_capture_from(graph: tf.Graph) -> bool:
     return True
 
 
-def copy_of(variable: keras.Variable | tf.Variable, dtype: tf.DType) -> tf.Tensor | None:
-    """Returns the cast of a variable that was made before, or None."""
+def copy_of(variable: keras.Variable | tf.Variable, dtype: tf.DType) -> Any:
+    """Returns the copy of a variable that was made before, or None.
+
+    It is a tensor of the dtype, or for E4M3 a `Float8`.
+    """
     casts = trace_context.current().casts
     if stateless_scope() is not casts.scope:
         return None

@@ -200,9 +200,7 @@ def _einsum(
             "a term and in at least two of them."
         )
     of_x, of_kernel, of_y = axes
-    batch = [axis for axis in of_kernel if axis in of_x and axis in of_y]
-    inner = [axis for axis in of_kernel if axis in of_x and axis not in of_y]
-    outer = [axis for axis in of_kernel if axis not in of_x]
+    batch, inner, outer = _kernel_axes(*axes)
     rows = [axis for axis in of_x if axis not in of_kernel]
 
     size = dict(zip(of_x, sizes(x), strict=True))
@@ -423,6 +421,24 @@ def matmul_axes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[str, st
             if term.count(axis) > 1 or len(terms_with_axis) < 2:
                 return None
     return terms
+
+
+def matmul_sizes(equation: str, x: tf.Tensor, kernel: tf.Tensor) -> tuple[int, int] | None:
+    """Returns how many numbers of a row a product of matrices takes and gives; None for others."""
+    axes = matmul_axes(equation, x, kernel)
+    if axes is None:
+        return None
+    size = dict(zip(axes[1], kernel.shape, strict=True))
+    _, inner, outer = _kernel_axes(*axes)
+    return math.prod(size[axis] for axis in inner), math.prod(size[axis] for axis in outer)
+
+
+def _kernel_axes(of_x: str, of_kernel: str, of_y: str) -> tuple[list[str], list[str], list[str]]:
+    """Returns the kernel's axes that all three have, those that are summed, and the others."""
+    batch = [axis for axis in of_kernel if axis in of_x and axis in of_y]
+    inner = [axis for axis in of_kernel if axis in of_x and axis not in of_y]
+    outer = [axis for axis in of_kernel if axis not in of_x]
+    return batch, inner, outer
 
 
 def _transpose(x: tf.Tensor, axes: str | list[str], to: str | list[str]) -> tf.Tensor:

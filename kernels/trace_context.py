@@ -6,23 +6,34 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
 
+from fastaccum.kernels.float8 import Float8
 from fastaccum.kernels.gradients import OfferedTotal, OfferedTotals
 from fastaccum.kernels.variable_stack import VariableStack
 
-# Finds the cast of a variable, or of a function with its arguments, to a dtype.
-Find = Callable[[object, tf.DType], "tf.Tensor | None"]
+# A variable, or the result of a function, in another dtype.
+Copy: TypeAlias = "tf.Tensor | Float8"
+
+
+class Find(Protocol):
+    """Finds the copy of a variable, or of a function with its arguments, in a dtype."""
+
+    def __call__(self, asked: object, dtype: tf.DType, of_layers: bool = False, /) -> Copy | None:
+        """Returns the copy or None; `of_layers`: of variables with a leading axis of layers."""
+        ...
+
+
 Names = dict[int, tuple[tf.Tensor, str]]  # by the tensor's id
 
 
 class Casts(NamedTuple):
     """Finds casts that were made outside of what is traced."""
 
-    find: Find = lambda asked, dtype: None
+    find: Find = lambda asked, dtype, of_layers=False: None
     scope: keras.StatelessScope | None = None  # in which variables have the values that were cast
 
 

@@ -211,6 +211,8 @@ def label(contestant, program):
     name = f"fastaccum, {program['attention']} attention"
     if program["policy"] != "auto":
         return f"{name}, in loops"
+    if program["float8"]:
+        return f"{name}, unrolled, float8"
     if not program["stacked"]:
         return f"{name}, unrolled"
     return name

@@ -15,7 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.h200 import beside_jax, golden, models, programs, report, roofline, summary, vision
+from benchmarks.h200 import (
+    beside_jax,
+    float8,
+    golden,
+    models,
+    programs,
+    report,
+    roofline,
+    summary,
+    vision,
+)
 from fastaccum.kernels.recomputed_function import POLICIES
 from fastaccum.step.compiler_ir import MemoryAnalysis
 
@@ -46,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
             "models", help="Keras's and KerasHub's models, with attention fused and as it is"
         )
     )
+    _add_float8(commands.add_parser("float8", help="models with float8 beside half precision"))
     _add_images(
         commands.add_parser("images", help="models of images beside Keras's own JAX backend")
     )
@@ -90,7 +101,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_models(parser: argparse.ArgumentParser) -> None:
+def _add_model_names(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names",
         nargs="*",
@@ -100,6 +111,10 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     )
     for name, default in (("layers", 4), ("batch", 8), ("context", 2048)):
         parser.add_argument(f"--{name}", type=_whole, default=default, help="(%(default)s)")
+
+
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    _add_model_names(parser)
     parser.add_argument(
         "--remat",
         nargs="+",
@@ -117,6 +132,20 @@ def compare_models(options: argparse.Namespace) -> None:
     names = options.names or list(models.MODELS)
     sizes = options.layers, options.batch, options.context
     for line in models.table(names, _rates(options), sizes, options.remat):
+        print(line, flush=True)
+
+
+def _add_float8(parser: argparse.ArgumentParser) -> None:
+    _add_model_names(parser)
+    _add_rates(parser)
+    parser.set_defaults(run=compare_float8)
+
+
+def compare_float8(options: argparse.Namespace) -> None:
+    """Prints the table of the subcommand `float8`."""
+    names = options.names or ["fa.gpt", "llama", "gemma", "keras-gpt"]
+    sizes = options.layers, options.batch, options.context
+    for line in float8.table(names, _rates(options), sizes):
         print(line, flush=True)
 
 

@@ -100,6 +100,11 @@ class Kernel:
         """The launches in one run of the program."""
         return math.prod(self.loops)
 
+    @property
+    def is_float8(self) -> bool:
+        """True if it multiplies float8 numbers."""
+        return re.match(r"f8e\w+ x f8e", self.types) is not None
+
 
 def read(text: str) -> list[Kernel]:
     """Reads the kernels that a program launches, in the order of its schedule.

@@ -104,6 +104,7 @@ def compile_step(
     context: int,
     flash_attention: Any = "auto",
     policy: Policy = None,
+    float8: bool = False,
 ) -> programs.Compiled:
     """Compiles a train step of 8 micro-batches in mixed_bfloat16, with AdamW, clipping, accuracy.
 
@@ -112,7 +113,10 @@ def compile_step(
         layers, batch, context: the sizes.
         flash_attention: of the trainer.
         policy: of `fa.remat`.
+        float8: of the trainer. cuBLAS then multiplies: without a device to choose by, XLA's Triton
+            multiplies the same numbers in bfloat16.
     """
+    flags = {"xla_gpu_enable_triton_gemm": False} if float8 else {}
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
@@ -136,8 +140,9 @@ def compile_step(
                 weighted_metrics=["accuracy"],
                 clip_norm=1.0,
                 flash_attention=flash_attention,
+                float8=float8,
             )
-            program = programs.of_trainer(trainer, (x, y))
+            program = programs.of_trainer(trainer, (x, y), **flags)
             inner = 0  # parameters of products, without the head's
             for weight in model.trainable_variables:
                 if weight.path.endswith("kernel") and VOCABULARY not in weight.shape:

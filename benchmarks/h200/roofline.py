@@ -7,7 +7,6 @@ not know which form of a matmul autotuning finds, what caches save, and clocks u
 from __future__ import annotations
 
 import dataclasses
-import re
 
 from benchmarks.h200.kernels import Kernel
 
@@ -113,7 +112,7 @@ def _timed(kernel: Kernel, rates: Rates) -> Timed:
     rate = rates.half
     if kernel.types.startswith("f32"):
         rate = rates.tf32
-    elif re.fullmatch(r"f8\w+ x f8\w+ -> \w+", kernel.types):
+    elif kernel.is_float8:
         rate = rates.float8
     if kernel.kind == "attention":
         rate *= rates.attention

@@ -15,7 +15,11 @@ def of_train_step(trainer, stack):
     exported = trainer.compiler_ir(stack, stage="stablehlo_serialized")
     step, batch = trainer._step_inputs.prepare(stack)
     signature = step.compiled_execute.function.get_concrete_function(batch)
-    by_handle = {id(variable.handle): variable for variable in signature.variables}
+    # A function that is called for several variables takes their handles: the program then has
+    # these, and does not list the variables.
+    of_keras = [*trainer.model.variables, *trainer.optimizer.variables]
+    variables = [*signature.variables, *(variable.value for variable in of_keras)]
+    by_handle = {id(variable.handle): variable for variable in variables}
     return h200.parse(exported), [by_handle[id(handle)] for handle in signature.captured_inputs]
 
 

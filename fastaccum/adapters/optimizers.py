@@ -133,7 +133,8 @@ class Optimizer:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ValueError(
                     f"variable {variable.path!r} takes its gradient as value, which cannot be "
-                    "accumulated: train without float8 quantization"
+                    'accumulated. Make the model without quantize("float8"), and pass '
+                    "fastaccum.Trainer(float8=True)"
                 )
             if self.trained or not self._knows(self._to_native(variable)):
                 raise ValueError(

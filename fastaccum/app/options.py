@@ -39,6 +39,7 @@ OTHER_NAMES = {
     "--gradient-accumulation-steps": "--accum",
     "--accumulation-steps": "--accum",
     "--dtype": "--precision",
+    "--fp8": "--float8",
     "--output": "--out",
     "--text": "--prompt",
     "--max-new-tokens": "--length",
@@ -160,6 +161,11 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
     precisions = ["auto", "float32", "mixed_float16", "mixed_bfloat16"]
     precision_help = "auto (default): mixed_float16 on a GPU, float32 on a CPU"
     add("--precision", choices=precisions, default="auto", help=precision_help)
+    float8_help = (
+        "multiply in float8 in training, with --precision mixed_float16 or mixed_bfloat16 (auto is "
+        "then the latter): faster on GPUs from NVIDIA's Ada and Hopper on, slower elsewhere"
+    )
+    add("--float8", action="store_true", help=float8_help)
     preset_help = f"model size: {', '.join(PRESETS)} (%(default)s)"
     add("--preset", choices=PRESETS, default="nano", metavar="NAME", help=preset_help)
     optimizer_help = (

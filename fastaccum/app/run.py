@@ -80,7 +80,12 @@ class Run:
         self.name = f"{options.preset}-{optimizer_name}-seed{options.seed}"
         kind, device_name = list_devices()[0]
         if options.precision == "auto":
-            options.precision = "mixed_float16" if kind == "GPU" else "float32"
+            options.precision = _choose_precision(kind, options.float8)
+        if options.float8 and options.precision == "float32":
+            raise ValueError(
+                "--float8 is for a model in half precision, not --precision float32: pass "
+                "--precision mixed_bfloat16"
+            )
         self.steps_per_row = math.ceil(options.steps / ROWS)
         # The last row before an extension may be shorter than the others, so those to come are
         # counted from there.
@@ -112,9 +117,12 @@ class Run:
             LinearCrossEntropy(),
             gradient_accumulation_steps=options.accum,
             clip_norm=1.0,
+            float8=options.float8,
         )
         self.identity = {name: getattr(options, name) for name in OPTIONS}
         self.identity["text_sha256"] = self.text.sha256
+        if options.float8:
+            self.identity["float8"] = True
         if options.pack:
             self.identity["pack"] = True
             self.identity["files_sha256"] = self.text.sha256_of_files
@@ -125,7 +133,9 @@ class Run:
         }
         if self.steps > options.steps:
             self.config[EXTENDED] = self.steps
-        self._say(f"{kind} {device_name}, {options.precision}")
+        self._say(
+            f"{kind} {device_name}, {options.precision}{' with float8' if options.float8 else ''}"
+        )
 
     def _pack(self) -> tuple[Any, tuple[Any, Any]]:
         """Returns packed rows of the text, to train on and to evaluate with."""
@@ -173,7 +183,7 @@ def resume(options: argparse.Namespace) -> Run:
         ValueError: raised if the run cannot continue as it began.
     """
     flags = {name: f"--{name.replace('_', '-')}" for name in OPTIONS}
-    kept = {"--out", "--pack", *flags.values()} - {"--steps"}
+    kept = {"--out", "--pack", "--float8", *flags.values()} - {"--steps"}
     extra = sorted(kept & options.named_options)
     if options.paths:
         extra.append("FILE or FOLDER")
@@ -190,6 +200,7 @@ def resume(options: argparse.Namespace) -> Run:
         arguments = [f"{flag}={config[name]}" for name, flag in flags.items()]
         parsed = options.parser.parse_args([*arguments, "--", *map(str, config["paths"])], options)
         parsed.pack = bool(config.get("pack"))
+        parsed.float8 = bool(config.get("float8"))
         began_with = str(config["text_sha256"])
         steps = _steps_of(config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadArgument) as error:
@@ -288,6 +299,13 @@ def replacing(file: Path) -> Iterator[Path]:
         os.replace(partial, file)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(file)) from error
+
+
+def _choose_precision(device: str, float8: bool) -> str:
+    """Returns the policy of `--precision auto` on a "GPU" or a "CPU"."""
+    if float8:
+        return "mixed_bfloat16"
+    return "mixed_float16" if device == "GPU" else "float32"
 
 
 def make_schedule(highest: float, steps: int) -> keras.optimizers.schedules.LearningRateSchedule:

@@ -14,6 +14,7 @@ from rich.table import Table
 from fastaccum.basics.attributes import Variable
 from fastaccum.basics.warnings import one_line
 from fastaccum.data.stacks import Batch, Layout
+from fastaccum.layers.float8 import IN_FLOAT8
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
 from fastaccum.memory.errors import head_advice, in_units
@@ -54,6 +55,8 @@ class Summary:
         programs: the programs that were compiled so far.
         attention: what computes each attention layer, and why: "fused: ..." or "unfused: ...", by
             the layer's path. On packed rows it ends with "documents apart".
+        float8: what each layer of products computes in, where the Trainer's `float8` is on, by the
+            layer's path: "float8", or why it stays in half precision.
         loops: layers that repeat: those that run as one loop (`scan_layers`), by the names of the
             first and the last, and why others do not.
         advice: the argument of the Trainer that would save a large table of logits, for each output
@@ -72,6 +75,7 @@ class Summary:
     memory: StepMemory
     programs: tuple[Compiled, ...]
     attention: Mapping[str, str]
+    float8: Mapping[str, str] = dataclasses.field(default_factory=dict)
     loops: Mapping[str, str] = dataclasses.field(default_factory=dict)
     advice: tuple[str, ...] = ()
 
@@ -102,6 +106,7 @@ class Summary:
             self._sizes(),
             self._memory(),
             self._attention(),
+            self._float8(),
             self._loops(),
             self._programs(),
         ]
@@ -130,6 +135,12 @@ class Summary:
     def _attention(self) -> Iterator[tuple[str, str]]:
         for choice, layers in Counter(self.attention.values()).items():
             yield f"attention, layers: {layers}", one_line(choice)
+
+    def _float8(self) -> Iterator[tuple[str, str]]:
+        for choice, layers in Counter(self.float8.values()).items():
+            name = "products in float8" if choice == IN_FLOAT8 else "products in half precision"
+            reason = "in training alone" if choice == IN_FLOAT8 else choice
+            yield f"{name}, layers: {layers}", one_line(reason)
 
     def _loops(self) -> Iterator[tuple[str, str]]:
         for layers, choice in self.loops.items():
@@ -164,6 +175,9 @@ def summary(engine: Engine, sample: Batch, layout: Layout) -> Summary:
     attention = engine.objective.attention
     if attention is not None:
         attention.choices.clear()
+    float8 = engine.objective.float8
+    if float8 is not None:
+        float8.choices.clear()
     scanned = engine.objective.scanned
     uses_xla = engine.objective.options.uses_xla  # without XLA, the figures are still those with it
     dispatch = analysis.dispatch_of(sample, rows * local_replicas, layout.accumulation)
@@ -172,6 +186,9 @@ def summary(engine: Engine, sample: Batch, layout: Layout) -> Summary:
     choices = {}
     if attention is not None:
         choices = scanned.expand_choices(attention.choices)
+    float8_choices = {}
+    if float8 is not None:
+        float8_choices = scanned.expand_choices(float8.choices)
 
     total = cost.count(proto for _, proto in programs)
     memory = analysis.measure(engine, programs)
@@ -192,6 +209,7 @@ def summary(engine: Engine, sample: Batch, layout: Layout) -> Summary:
         memory=memory,
         programs=_list_compiled(engine),
         attention=choices,
+        float8=float8_choices,
         loops=scanned.choices,
         advice=tuple(head_advice(memory, engine.objective.losses.outputs)),
     )

@@ -22,10 +22,12 @@ from fastaccum.basics.attributes import Nest, Variable, raw, restored
 from fastaccum.basics.packed_rows import PackedRows
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.graphs.traces import COMPILED
+from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.shapes import as_float, lengths
 from fastaccum.kernels.xla_ops import loop
 from fastaccum.layers import documents, forms, lookups
 from fastaccum.layers.attention import FusedAttention
+from fastaccum.layers.float8 import Float8Layers, choose_mode
 from fastaccum.layers.interceptors import Interceptor, intercepting
 from fastaccum.layers.scan import ScannedLayers
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
@@ -108,6 +110,12 @@ class ModelObjective(Objective):
             flash_attention = False
         if flash_attention:
             self.attention = FusedAttention(flash_attention)
+
+        mode = choose_mode(options.float8, model.called_layers, options.uses_xla)
+        self.float8 = None
+        if mode:
+            self.float8 = Float8Layers(mode, model.last_products)
+            self.float8_kernels = fp32_layers.float8_kernels(model.called_layers)
 
         scan_layers = options.scan_layers
         if self.own_loss is not None or not options.uses_xla:
@@ -472,7 +480,8 @@ class ModelObjective(Objective):
     # One step.
 
     @contextlib.contextmanager
-    def scope(self, loops: bool = True) -> Iterator[None]:
+    def scope(self, training: bool = True, loops: bool = True) -> Iterator[None]:
+        """Lets the model compute in other forms inside the block."""
         called = self.model.called_layers
         interceptors: list[Interceptor] = []
         if self.options.uses_xla or self.own_loss is None:
@@ -480,6 +489,8 @@ class ModelObjective(Objective):
         fp32 = []
         if self.options.fp32_weight_gradients:
             fp32 = forms.make_fp32(called)
+        if training and self.float8 is not None:
+            fp32 += self.float8.make_forms(called)
         answering: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.attention is not None:
             interceptors += self.attention.make_forms(called)
@@ -620,7 +631,7 @@ class ModelObjective(Objective):
             return EvaluationSums(loss_sums, weight_sums, self._factors(forward.terms))
 
         self.observe_labels(stacks)
-        with self.scope():
+        with self.scope(training=False):
             return tf.nest.flatten(_sum_over(stacks, sums, self._zero_evaluation))
 
     @property

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from fastaccum import checks
@@ -22,6 +23,8 @@ class Objective:
     state: Sequence[tf.Variable] = ()  # that the forward pass assigns, and a skipped step restores
     # Weights of layers that the forward pass runs in a loop, and does not assign.
     weight_stacks: Sequence[VariableStack] = ()
+    # Weights of which the forward pass reads float8 copies, and that it does not assign.
+    float8_kernels: Sequence[keras.Variable] = ()
 
     def scope(self) -> contextlib.AbstractContextManager[object]:
         """Returns the scope of the forward and backward passes of a step."""

@@ -14,6 +14,7 @@ from fastaccum import checks
 from fastaccum.adapters.own_loss import Reduction
 from fastaccum.basics.warnings import warn
 from fastaccum.layers.attention import FlashAttention
+from fastaccum.layers.float8 import Float8
 from fastaccum.layers.scan import ScanLayers
 from fastaccum.step import loss_scale as loss_scales
 
@@ -75,6 +76,7 @@ class Options:
     fp32_weight_gradients: bool = field(metadata=_rules(checks.true_or_false))
     flash_attention: FlashAttention = field(metadata=_rules(_one_of("auto", True, False)))
     jit_compile: JitCompile = field(metadata=_rules(_auto_or_bool))
+    float8: Float8 = field(metadata=_rules(_auto_or_bool))
     scan_layers: ScanLayers = field(metadata=_rules(_auto_or_bool, must_agree=False))
     on_nonfinite: OnNonfinite = field(metadata=_rules(_one_of("skip", "raise"), must_agree=False))
     shard_optimizer: ShardOptimizer = field(metadata=_rules(_auto_or_bool, must_agree=False))

@@ -335,14 +335,21 @@ class TrainStep:
         )
 
     def _lasting_weights(self) -> list[tuple[Variable, tf.Variable]]:
-        """Lists the trained variables that keep their values while micro-batches are computed."""
+        """Lists variables that keep their values while micro-batches are computed.
+
+        They are those whose copies in fewer bytes are made once: the trained ones, and frozen ones
+        that are read in float8. Others have none, which would take memory during all of a step.
+        """
         # A weight that the forward pass assigns, as a SpectralNormalization does, does not stay
         # what it was.
         moving = {id(v) for v in self.objective.state}
+        frozen = self.objective.float8_kernels
+        weights = {id(weight): weight for weight in (*self.trained, *frozen)}
+        variables = tf_variables("variables", weights.values())
         lasting = []
-        for trained, variable in zip(self.trained, self.variables, strict=True):
+        for weight, variable in zip(weights.values(), variables, strict=True):
             if id(variable) not in moving:
-                lasting.append((trained, variable))
+                lasting.append((weight, variable))
         return lasting
 
     def _trains(self, layers: VariableStack) -> bool:

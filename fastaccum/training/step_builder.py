@@ -160,6 +160,8 @@ class StepBuilder:
         if options.jit_compile:
             compilable.require(model)
         compilable.require_recomputable(model)
+        if options.float8:
+            model.note_last_products(sample.x)
 
         if setup.needs_targets or metrics.given:
             y_true, y_pred = model.matched(sample.x, y_true, y_pred)

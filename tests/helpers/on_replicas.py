@@ -211,6 +211,45 @@ def check_tokens_weights_tails_and_clipping():
         assert_close(now[: len(trainer.model.weights)], then[: len(trainer.model.weights)], 0)
 
 
+def check_float8():
+    """The update is that on one device of as many micro-batches, each with the same scales."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential(
+            [
+                keras.Input((16,)),
+                keras.layers.Dense(32, activation="tanh", dtype="mixed_bfloat16"),
+                keras.layers.Dense(16, dtype="mixed_bfloat16"),
+                keras.layers.Dense(16, dtype="mixed_bfloat16", trainable=False),
+                keras.layers.Dense(3, dtype="float32"),
+            ]
+        )
+        model.layers[0].enable_lora(2)
+        return model
+
+    rows = 4 * COUNT
+    x = RNG.normal(size=(2 * rows, 16)).astype("float32")
+    y = RNG.normal(size=(2 * rows, 3)).astype("float32")
+    options = {"float8": True, "jit_compile": False}
+    alone = fa.Trainer(make(), "adam", "mse", gradient_accumulation_steps=2 * COUNT, **options)
+    alone.fit(x, y, batch_size=4, epochs=2, verbose=0, shuffle=False)
+    weights = []
+    for shares in (False, True):
+        model = replicated(make)
+        trainer = fa.Trainer(
+            model, "adam", "mse", gradient_accumulation_steps=2, shard_optimizer=shares, **options
+        )
+        trainer.fit(x, y, batch_size=rows, epochs=2, verbose=0, shuffle=False)
+        if not shares:
+            assert_same_on_all(trainer)
+        weights.append(model.get_weights())
+        for ours, theirs in zip(model.get_weights(), alone.model.get_weights(), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    for shared, whole in zip(*weights, strict=True):
+        np.testing.assert_array_equal(shared, whole)
+
+
 def check_packed_rows():
     """The update is that on one device, and so are the shares of tokens; mixing is refused."""
     ids = [RNG.integers(1, 11, length).astype("int32") for length in (3, 8, 2, 5, 7, 1, 4, 6, 8)]

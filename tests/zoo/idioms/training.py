@@ -664,8 +664,8 @@ def int8_lora():
     "float8 training: model.quantize('float8')",
     refused="float8|overwrite",
     why=(
-        "Its gradients are new values for its scales, which can't be added up. Train in "
-        "mixed_bfloat16."
+        "Its gradients are new values for its scales, which can't be added up. Pass "
+        "Trainer(float8=True)."
     ),
 )
 def float8():
