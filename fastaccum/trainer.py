@@ -118,11 +118,11 @@ class Trainer:
             (docs/guides/varying-batches.md). Fewer compile sooner; more waste less. "auto" is 4.
         float8: multiply in float8 in training, by `fa.kernels.matmul_float8`: in Dense and
             EinsumDense layers, so in the projections of attention too, but not in the last layer,
-            in layers with LoRA or of your own classes, and where a kernel's sizes are no multiples
-            of 16. Other operations, evaluation and prediction stay in half precision, weights and
-            checkpoints in float32. "auto" where the device has such products (compute capability
-            8.9) and a layer is large enough to gain by them; True wherever it can be, on any
-            device. `summary()` lists the layers.
+            in layers of your own classes, and where a kernel's sizes are not multiples of 16.
+            LoRA's own matrices, other operations, evaluation and prediction stay in half precision,
+            weights and checkpoints in float32. "auto" where the device has such products (compute
+            capability 8.9) and a layer is large enough to gain by them; True wherever it can be, on
+            any device. `summary()` lists the layers (docs/guides/float8.md).
         scan_layers: run layers that repeat, such as a transformer's blocks, as one loop, which is
             traced and compiled once. The result is the same, to float32 rounding, and the model
             stays as it is. It applies where XLA compiles the step, to layers in a graph, and to

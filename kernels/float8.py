@@ -5,10 +5,12 @@ Shape suffixes: T rows (tokens) of the input, I and O its width and the output's
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
+from fastaccum.kernels import private
 from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.kernels.xla_ops import barred, in_xla
@@ -39,21 +41,20 @@ class Float8(NamedTuple):
         return tf.cast(self.values, dtype) * tf.cast(self.scale, dtype)
 
 
-def quantize(x: tf.Tensor, dtype: tf.DType, tensor_axes: int | None = None) -> Float8:
+def quantize(x: tf.Tensor, dtype: tf.DType, layer_axes: int = 0) -> Float8:
     """Rounds tensors to float8, each by a scale of its own.
 
     The scale is `max(|x|) / the dtype's largest number`, rounded up to a power of two: division by
     it, and multiplication, round nothing, and no number is too large. What is NaN becomes NaN;
-    infinity anywhere makes a tensor NaN.
+    infinity anywhere makes a tensor NaN. With a NaN the scale is 1, and numbers above the dtype's
+    largest become NaN, too.
 
     Args:
         x: [..., *axes of a tensor], float16, bfloat16 or float32.
         dtype: E4M3 or E5M2.
-        tensor_axes: how many of the last axes are a tensor's; all of them by default.
+        layer_axes: how many leading axes count tensors, each of which has a scale of its own.
     """
-    rank = x.shape.rank
-    count = rank if tensor_axes is None else tensor_axes
-    axes = list(range(rank - count, rank))
+    axes = list(range(layer_axes, x.shape.rank))
     largest = tf.cast(tf.reduce_max(tf.abs(x), axes), tf.float32)
     bits = tf.bitcast(largest / _LARGEST[dtype], tf.int32)
     bits_of_power = (bits + _MANTISSA) & _EXPONENT
@@ -61,9 +62,9 @@ def quantize(x: tf.Tensor, dtype: tf.DType, tensor_axes: int | None = None) -> F
     scale = tf.where(bits_of_power > 0, tf.bitcast(bits_of_power, tf.float32), 1.0)
     # In bfloat16, where x is: what is cast here may be written to memory before it is rounded.
     wide = x.dtype if x.dtype == tf.bfloat16 else tf.float32
-    divisor = tf.reshape(tf.cast(scale, wide), [*scale.shape, *[1] * count])
+    divisor = tf.reshape(tf.cast(scale, wide), [*scale.shape, *[1] * len(axes)])
     if has_gpu() and in_xla():
-        # Else XLA may keep for this pass what x is rounded from, in twice the bytes.
+        # Without it XLA may keep the float32 numbers that x was rounded from, in twice the bytes.
         (x,) = barred(x)
     values = tf.cast(tf.cast(x, wide) / divisor, dtype)
     if not in_xla():
@@ -81,25 +82,24 @@ def product_float8(x_TI: tf.Tensor, kernel_IO: tf.Tensor, rounded_IO: Float8) ->
 
     @custom_gradient
     def multiply(x_TI, kernel_IO):
-        x8_TI, kernel8_IO = _apart(quantize(x_TI, E4M3), rounded_IO)
+        x8_TI, kernel8_IO = _keep_apart(quantize(x_TI, E4M3), rounded_IO)
 
         def gradient(dy_TO):
             dy8_TO = quantize(dy_TO, E5M2)
             dx_TI = _dot(dy8_TO, kernel8_IO, dtype, transpose_b=True)
             dkernel_IO = _dot(x8_TI, dy8_TO, tf.float32, transpose_a=True)
-            return dx_TI, dkernel_IO
+            return _first_order([dx_TI, dkernel_IO], [dy_TO, x_TI, kernel_IO])
 
         return _dot(x8_TI, kernel8_IO, dtype), gradient
 
     return multiply(x_TI, kernel_IO)
 
 
-def _apart(x: Float8, kernel: Float8) -> tuple[Float8, Float8]:
-    """Returns both; XLA takes the scale of x, and the kernel, for ones that nothing else has.
+def _keep_apart(x: Float8, kernel: Float8) -> tuple[Float8, Float8]:
+    """Puts the scale of x, and the kernel, behind an optimization barrier, on a GPU.
 
-    Else XLA on a GPU would compute the half-precision numbers of a loop's kernels once, before the
-    loop, or one product of x with several kernels, beside each other. It then multiplies those
-    numbers in half precision.
+    XLA would else dequantize the kernels of a loop once, before the loop, or merge the products of
+    one x, and multiply in half precision.
     """
     if not (has_gpu() and in_xla()):
         return x, kernel
@@ -119,11 +119,31 @@ def product_of_dequantized(x_TI: tf.Tensor, kernel_IO: tf.Tensor, rounded_IO: Fl
         def gradient(dy_TO):
             dy = quantize(dy_TO, E5M2).dequantized(tf.float32)
             dx_TI = tf.matmul(dy, kernel, transpose_b=True)
-            return tf.cast(dx_TI, x_TI.dtype), tf.matmul(x, dy, transpose_a=True)
+            dkernel_IO = tf.matmul(x, dy, transpose_a=True)
+            dx_TI = tf.cast(dx_TI, x_TI.dtype)
+            return _first_order([dx_TI, dkernel_IO], [dy_TO, x_TI, kernel_IO])
 
         return tf.cast(tf.matmul(x, kernel), x_TI.dtype), gradient
 
     return multiply(x_TI, kernel_IO)
+
+
+def _first_order(
+    gradients: Sequence[tf.Tensor], sources: Sequence[tf.Tensor]
+) -> Sequence[tf.Tensor]:
+    """Returns the gradients, whose own derivatives raise an error.
+
+    No tape sees through float8 numbers: it would take the gradients for constants.
+    """
+
+    def refuse(*_):
+        raise LookupError(
+            "A product in float8 has no second derivatives: multiply in half precision there, in a "
+            "Trainer with float8=False."
+        )
+
+    private.record.record_operation("float8", list(gradients), list(sources), refuse)
+    return gradients
 
 
 def _dot(

@@ -1,4 +1,4 @@
-"""Keras layers with float32 weight gradients, and switching a mixed-precision model to them."""
+"""Keras layers with float32 weight gradients, and with products in float8."""
 
 from __future__ import annotations
 
@@ -79,19 +79,15 @@ def fp32_calls(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.
     return calls
 
 
-def float8_calls(layers: Iterable[keras.layers.Layer]) -> list[tuple[keras.layers.Layer, Call]]:
-    """Returns the layers that can multiply in float8, with the `call_float8` of each."""
-    calls: list[tuple[keras.layers.Layer, Call]] = []
-    for layer in layers:
-        call_float8 = getattr(_SWITCHED.get(type(layer)), "call_float8", None)
-        if call_float8 is not None and _is_mixed(layer):
-            calls.append((layer, functools.partial(call_float8, layer)))
-    return calls
+def float8_call(layer: keras.layers.Layer) -> Callable[[tf.Tensor], tf.Tensor] | None:
+    """Returns what computes a layer by a product in float8, of inputs for which `autocasts` holds.
 
-
-def float8_kernels(layers: Iterable[keras.layers.Layer]) -> list[keras.Variable]:
-    """Returns the kernels of the layers that can multiply in float8."""
-    return [private.kernel(layer) for layer, _ in float8_calls(layers)]
+    None for a layer that cannot: of another class, quantized, not mixed precision, or not built.
+    """
+    call = _FLOAT8_CALLS.get(_KERAS.get(type(layer), type(layer)))
+    if call is None or not layer.built or not _is_mixed(layer):
+        return None
+    return functools.partial(call, layer)
 
 
 def plain_weight_gradients(
@@ -154,10 +150,11 @@ def _switches(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable)
 
     It may not with LoRA, sparse inputs, or a `weight` without autocast.
     """
-    return _autocasts(layer, inputs, weight) and _in_scope(layer)
+    return autocasts(layer, inputs, weight) and _in_scope(layer)
 
 
-def _autocasts(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable) -> bool:
+def autocasts(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable) -> bool:
+    """Tells if a layer casts its weight to the dtype of dense inputs."""
     if not isinstance(inputs, tf.Tensor):
         return False
     return inputs.dtype == layer.compute_dtype == weight.dtype
@@ -188,7 +185,7 @@ def _weight(variable: keras.Variable, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.
 
 
 def _lora_matrices(layer: keras.layers.Layer) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns A and B, whose product LoRA adds to the kernel."""
+    """Returns A, and B times alpha / rank: LoRA adds their product to the kernel."""
     scale = layer.lora_alpha / layer.lora_rank
     return _float32(layer.lora_kernel_a), scale * _float32(layer.lora_kernel_b)
 
@@ -252,16 +249,6 @@ class Fp32Dense(keras.layers.Dense):
         kernel, copy = _weight(private.kernel(self), inputs)
         return _finish(self, matmul_fp32_wgrad(inputs, kernel, copy))
 
-    def call_float8(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
-        kernel = private.kernel(self)
-        if not _autocasts(self, inputs, kernel):
-            return call(inputs, training=training)
-        y = matmul_float8(inputs, _float32(kernel), copy_of(kernel, E4M3))
-        if self.lora_enabled:
-            a, b = _lora_matrices(self)
-            y += matmul_fp32_wgrad(matmul_fp32_wgrad(inputs, a), b)
-        return _finish(self, y)
-
 
 @_switched_from_base
 class Fp32EinsumDense(keras.layers.EinsumDense):
@@ -275,20 +262,6 @@ class Fp32EinsumDense(keras.layers.EinsumDense):
             return call(inputs, training=training)
         kernel, copy = _weight(private.kernel(self), inputs)
         return _finish(self, einsum_fp32_wgrad(self.equation, inputs, kernel, copy))
-
-    def call_float8(self, call: Call, inputs: Inputs, training: bool | None = None) -> tf.Tensor:
-        kernel = private.kernel(self)
-        if not (_autocasts(self, inputs, kernel) and matmul_axes(self.equation, inputs, kernel)):
-            return call(inputs, training=training)
-        y = einsum_float8(self.equation, inputs, _float32(kernel), copy_of(kernel, E4M3))
-        if self.lora_enabled:
-            equations = low_rank_equations(self.equation, inputs, kernel)
-            if equations is None:
-                return call(inputs, training=training)
-            for equation, factor in zip(equations, _lora_matrices(self), strict=True):
-                inputs = einsum_fp32_wgrad(equation, inputs, factor)
-            y += inputs
-        return _finish(self, y)
 
 
 @_switched_from_base
@@ -352,3 +325,31 @@ class Fp32GroupQueryAttention(keras.layers.GroupQueryAttention):
     def build(self, query_shape: Shape, value_shape: Shape, key_shape: Shape | None = None) -> None:
         super().build(query_shape, value_shape, key_shape)
         fp32_weight_gradients(self)
+
+
+def _dense_float8(layer: keras.layers.Dense, x: tf.Tensor) -> tf.Tensor:
+    kernel = private.kernel(layer)
+    y = matmul_float8(x, _float32(kernel), copy_of(kernel, E4M3))
+    if layer.lora_enabled:
+        a, b = _lora_matrices(layer)
+        y += matmul_fp32_wgrad(matmul_fp32_wgrad(x, a), b)
+    return _finish(layer, y)
+
+
+def _einsum_dense_float8(layer: keras.layers.EinsumDense, x: tf.Tensor) -> tf.Tensor:
+    kernel = private.kernel(layer)
+    y = einsum_float8(layer.equation, x, _float32(kernel), copy_of(kernel, E4M3))
+    if layer.lora_enabled:
+        equations = low_rank_equations(layer.equation, x, kernel)
+        assert equations is not None, "the caller has asked for them"
+        low_rank = x
+        for equation, factor in zip(equations, _lora_matrices(layer), strict=True):
+            low_rank = einsum_fp32_wgrad(equation, low_rank, factor)
+        y += low_rank
+    return _finish(layer, y)
+
+
+_FLOAT8_CALLS: dict[type, Callable[[Any, tf.Tensor], tf.Tensor]] = {
+    keras.layers.Dense: _dense_float8,
+    keras.layers.EinsumDense: _einsum_dense_float8,
+}

@@ -20,19 +20,24 @@ def hoisted_casts(
     variables: Iterable[tuple[keras.Variable | tf.Variable, tf.Variable]],
     outside: tf.Graph,
     stacks: Mapping[VariableStack, tf.Tensor] | None = None,
+    float8_kernels: Iterable[tuple[keras.Variable | tf.Variable, tf.Variable]] = (),
 ) -> Casts:
     """Returns casts that are made in the graph `outside` of the loop that is traced here.
 
     `variables` are those that keep their values in the loop, each with its tf.Variable, which is
     read where a cast is asked for first. `stacks` has the values of those that were read by then.
+    `float8_kernels` are such variables, too, trained or not, of which float8 copies may be made:
+    half-precision ones of frozen weights would take memory during all of a step.
     """
     kept = {id(asked): variable for asked, variable in variables}
-    made: dict[tuple[int | tuple, tf.DType], Copy] = {}
+    kept_in_float8 = {id(asked): variable for asked, variable in float8_kernels} | kept
+    made: dict[tuple[int | tuple, tf.DType, int], Copy] = {}
 
-    def find(source, dtype, of_layers=False):
+    def find(source, dtype, layer_axes=0):
         is_table = isinstance(source, tuple)
         is_stack = isinstance(source, VariableStack)
-        key = (source if is_table else id(source), dtype)
+        key = (source if is_table else id(source), dtype, layer_axes)
+        readable = kept_in_float8 if dtype == E4M3 else kept
         if key in made:
             return made[key]
         with outside.as_default():
@@ -41,8 +46,8 @@ def hoisted_casts(
                 value = make(*arguments)
             elif is_stack and stacks is not None and source in stacks:
                 value = stacks[source]
-            elif id(source) in kept:
-                variable = kept[id(source)]
+            elif id(source) in readable:
+                variable = readable[id(source)]
                 with private.record.stop_recording():  # as if it were read before the loop
                     # No tape and no graph in between is to note that it is read here.
                     value = tf.raw_ops.ReadVariableOp(
@@ -50,16 +55,16 @@ def hoisted_casts(
                     )
             else:
                 return None
-            made[key] = _copied(value, dtype, of_layers)
+            made[key] = _copied(value, dtype, layer_axes)
         return made[key]
 
     return _for_this_graph(find)
 
 
-def _copied(value: tf.Tensor, dtype: tf.DType, of_layers: bool) -> Copy:
+def _copied(value: tf.Tensor, dtype: tf.DType, layer_axes: int) -> Copy:
     """Casts a value, or rounds it to float8: each of stacked layers by a scale of its own."""
     if dtype == E4M3:
-        return quantize(value, E4M3, value.shape.rank - of_layers)
+        return quantize(value, E4M3, layer_axes)
     return tf.cast(value, dtype)
 
 
@@ -77,12 +82,12 @@ def rounded_layer(
     stack_by_id = {id(variable): stack for variable, stack in stacks}
     in_same_scope = stateless_scope() is casts_of_stacks.scope
 
-    def find(source, dtype, of_layers=False):
+    def find(source, dtype, layer_axes=0):
         if isinstance(source, tuple):
             return casts_of_stacks.find(source, dtype)
         if not in_same_scope:
             return None
-        whole = casts_of_stacks.find(stack_by_id.get(id(source)), dtype, True)
+        whole = casts_of_stacks.find(stack_by_id.get(id(source)), dtype, layer_axes + 1)
         if whole is None:
             return None
         return tf.nest.map_structure(lambda stacked: tf.gather(stacked, i), whole)
@@ -99,9 +104,9 @@ def allow_outer_casts() -> contextlib.AbstractContextManager[None]:
     context = trace_context.current()
     graph = tf.compat.v1.get_default_graph()
 
-    def find(source, dtype, of_layers=False):
+    def find(source, dtype, layer_axes=0):
         with graph.as_default():
-            return context.casts.find(source, dtype, of_layers)
+            return context.casts.find(source, dtype, layer_axes)
 
     return context.extended(casts=context.casts._replace(find=find))
 
@@ -110,10 +115,10 @@ def _for_this_graph(find: Find) -> Casts:
     """Limits casts to what may capture tensors of the graph that is traced now."""
     graph = tf.compat.v1.get_default_graph()
 
-    def find_here(source, dtype, of_layers=False):
+    def find_here(source, dtype, layer_axes=0):
         if not _may_capture_from(graph):
             return None
-        return find(source, dtype, of_layers)
+        return find(source, dtype, layer_axes)
 
     return Casts(find_here, stateless_scope())
 

@@ -22,8 +22,12 @@ Copy: TypeAlias = "tf.Tensor | Float8"
 class Find(Protocol):
     """Finds the copy of a variable, or of a function with its arguments, in a dtype."""
 
-    def __call__(self, asked: object, dtype: tf.DType, of_layers: bool = False, /) -> Copy | None:
-        """Returns the copy or None; `of_layers`: of variables with a leading axis of layers."""
+    def __call__(self, asked: object, dtype: tf.DType, layer_axes: int = 0, /) -> Copy | None:
+        """Returns the copy or None.
+
+        A variable's `layer_axes` leading axes count layers, whose float8 copies have scales of
+        their own.
+        """
         ...
 
 
@@ -33,7 +37,7 @@ Names = dict[int, tuple[tf.Tensor, str]]  # by the tensor's id
 class Casts(NamedTuple):
     """Finds casts that were made outside of what is traced."""
 
-    find: Find = lambda asked, dtype, of_layers=False: None
+    find: Find = lambda asked, dtype, layer_axes=0: None
     scope: keras.StatelessScope | None = None  # in which variables have the values that were cast
 
 

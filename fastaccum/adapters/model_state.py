@@ -20,8 +20,8 @@ class ModelState:
         self.effects = CallEffects()
         self.chains: list[Chain] = []  # layers that its code calls one after the other
         self.apart: list[str] = []  # names of layers that are alike, and called otherwise
-        # Where float8 is asked for: the layers of products that give the outputs.
-        self.last_products: list[keras.layers.Layer] = []
+        # Where float8 is asked for: why layers stay in half precision, by their ids.
+        self.exempt_from_float8: dict[int, str] = {}
 
     @property
     def layers(self) -> list[keras.layers.Layer]:

@@ -26,7 +26,7 @@ from fastaccum.graphs import jit_choice, traces
 from fastaccum.kernels import private
 from fastaccum.layers import documents, lookups
 from fastaccum.layers.chains import ChainSearch
-from fastaccum.layers.float8 import LastProducts
+from fastaccum.layers.float8 import ProductSearch
 from fastaccum.layers.interceptors import intercepting
 from fastaccum.layers.scan import ProbedLayers, probe_layers
 
@@ -367,13 +367,13 @@ class Model(ModelState):
         self.effects.assigned = probed.expand_variables(self.effects.assigned)
         return traced.structured_outputs
 
-    def note_last_products(self, x: Nest) -> None:
-        """Traces a call, and notes the layers of products that give its outputs."""
-        search = LastProducts(self.called_layers)
-        call = functools.partial(self.__call__, training=False)
+    def note_products(self, x: Nest) -> None:
+        """Traces a call, and notes the layers whose products stay in half precision."""
+        search = ProductSearch(self.called_layers)
+        call = functools.partial(self.__call__, training=True)
         with intercepting(search.interceptors):
             traced = traces.trace(call, x, rows=None)
-        self.last_products = search.find(traced.structured_outputs)
+        self.exempt_from_float8 = search.find_exempt(traced.structured_outputs)
 
     def _may_count_rows(self) -> bool:
         return any(map(may_count_rows, self.called_layers))

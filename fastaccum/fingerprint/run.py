@@ -141,6 +141,8 @@ class RunFingerprint:
             optimizer.update(describe(part))
 
         batch_plan = {name: getattr(options, name) for name in options.names(must_agree=True)}
+        if not batch_plan["float8"]:
+            del batch_plan["float8"]  # checkpoints of version 0.1.0 lack it
         loss_scale = describe(batch_plan.pop("loss_scale"))  # which has variables, too
         for name in _KERAS_SETTINGS:
             batch_plan[name] = getattr(self._model.keras_module.backend, name)()

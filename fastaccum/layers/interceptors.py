@@ -41,7 +41,7 @@ class Role(enum.IntEnum):
     """
 
     FORM = enum.auto()  # another form of the same computation, for XLA or for speed
-    PRECISION = enum.auto()  # weight gradients in float32
+    PRECISION = enum.auto()  # weight gradients in float32, products in float8
     RECOMPUTE = enum.auto()  # runs what it wraps again in the backward pass
     LOOP = enum.auto()  # runs layers that repeat in a loop
     OBSERVE = enum.auto()  # looks at arguments or results

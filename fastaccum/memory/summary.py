@@ -138,7 +138,7 @@ class Summary:
 
     def _float8(self) -> Iterator[tuple[str, str]]:
         for choice, layers in Counter(self.float8.values()).items():
-            name = "products in float8" if choice == IN_FLOAT8 else "products in half precision"
+            name = "products in float8" if choice == IN_FLOAT8 else "products not in float8"
             reason = "in training alone" if choice == IN_FLOAT8 else choice
             yield f"{name}, layers: {layers}", one_line(reason)
 

@@ -220,6 +220,9 @@ class Engine(abc.ABC):
         return dispatches
 
     def _admit(self, run: FirstRun) -> contextlib.AbstractContextManager[None]:
+        float8 = self.objective.float8
+        if run.training and not run.part and float8 is not None:
+            float8.require_some()
         if self.admission is None:
             return contextlib.nullcontext()
         return self.admission.admit(run)

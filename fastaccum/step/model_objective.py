@@ -22,12 +22,11 @@ from fastaccum.basics.attributes import Nest, Variable, raw, restored
 from fastaccum.basics.packed_rows import PackedRows
 from fastaccum.data.stacks import Batch, trip_count
 from fastaccum.graphs.traces import COMPILED
-from fastaccum.kernels import fp32_layers
 from fastaccum.kernels.shapes import as_float, lengths
 from fastaccum.kernels.xla_ops import loop
-from fastaccum.layers import documents, forms, lookups
+from fastaccum.layers import documents, float8, forms, lookups
 from fastaccum.layers.attention import FusedAttention
-from fastaccum.layers.float8 import Float8Layers, choose_mode
+from fastaccum.layers.float8 import Float8Layers
 from fastaccum.layers.interceptors import Interceptor, intercepting
 from fastaccum.layers.scan import ScannedLayers
 from fastaccum.step.guards import PATIENCE, IndexChecks, StuckSteps
@@ -111,11 +110,10 @@ class ModelObjective(Objective):
         if flash_attention:
             self.attention = FusedAttention(flash_attention)
 
-        mode = choose_mode(options.float8, model.called_layers, options.uses_xla)
         self.float8 = None
-        if mode:
-            self.float8 = Float8Layers(mode, model.last_products)
-            self.float8_kernels = fp32_layers.float8_kernels(model.called_layers)
+        if options.float8:
+            self.float8 = Float8Layers(options.float8, model.exempt_from_float8)
+            self.float8_kernels = float8.kernels(model.called_layers)
 
         scan_layers = options.scan_layers
         if self.own_loss is not None or not options.uses_xla:
@@ -486,11 +484,11 @@ class ModelObjective(Objective):
         interceptors: list[Interceptor] = []
         if self.options.uses_xla or self.own_loss is None:
             interceptors += forms.make_forms(called, self.options.uses_xla)
-        fp32 = []
+        precision = []
         if self.options.fp32_weight_gradients:
-            fp32 = forms.make_fp32(called)
+            precision = forms.make_fp32(called)
         if training and self.float8 is not None:
-            fp32 += self.float8.make_forms(called)
+            precision += self.float8.make_forms(called)
         answering: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.attention is not None:
             interceptors += self.attention.make_forms(called)
@@ -498,7 +496,7 @@ class ModelObjective(Objective):
         interceptors += documents.make_interceptors(called)
         if loops:
             interceptors += self.scanned.make_loops()
-        with answering, intercepting([*interceptors, *fp32]):
+        with answering, intercepting([*interceptors, *precision]):
             yield
 
     def prepare(self, stacks: Sequence[Batch], counts: Counts | None = None) -> Totals | None:

@@ -23,7 +23,7 @@ class Objective:
     state: Sequence[tf.Variable] = ()  # that the forward pass assigns, and a skipped step restores
     # Weights of layers that the forward pass runs in a loop, and does not assign.
     weight_stacks: Sequence[VariableStack] = ()
-    # Weights of which the forward pass reads float8 copies, and that it does not assign.
+    # Weights of which the forward pass may read float8 copies, whether they are trained or not.
     float8_kernels: Sequence[keras.Variable] = ()
 
     def scope(self) -> contextlib.AbstractContextManager[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
@@ -236,6 +236,7 @@ class TrainStep:
         """Adds the micro-batches of a stack to the sums: traces one, then loops over all."""
         micro_batches = trip_count(stack)
         lasting = self._lasting_weights()
+        float8_kernels = self._lasting_float8_kernels()
         trained_stacks = [layers for layers in self.objective.weight_stacks if self._trains(layers)]
         # Weights that a loop over layers takes as a stack have one gradient together.
         trained = [*self.variables, *trained_stacks]
@@ -247,7 +248,7 @@ class TrainStep:
             offered = gradients.OfferedTotals(trained, offered_totals)
             stacked: dict[VariableStack, tf.Tensor] = {}
             read: dict[VariableStack, tf.Tensor] = {}  # their values outside of the loop
-            casts = hoisted_casts(lasting, outside, read)
+            casts = hoisted_casts(lasting, outside, read, float8_kernels)
 
             inside = tf.compat.v1.get_default_graph()
 
@@ -335,22 +336,21 @@ class TrainStep:
         )
 
     def _lasting_weights(self) -> list[tuple[Variable, tf.Variable]]:
-        """Lists variables that keep their values while micro-batches are computed.
+        """Lists the trained variables that keep their values while micro-batches are computed."""
+        return self._lasting(zip(self.trained, self.variables, strict=True))
 
-        They are those whose copies in fewer bytes are made once: the trained ones, and frozen ones
-        that are read in float8. Others have none, which would take memory during all of a step.
-        """
+    def _lasting_float8_kernels(self) -> list[tuple[Variable, tf.Variable]]:
+        """Lists weights that keep their values, too, and of which float8 copies are read."""
+        kernels = self.objective.float8_kernels
+        return self._lasting(zip(kernels, tf_variables("variables", kernels), strict=True))
+
+    def _lasting(
+        self, weights: Iterable[tuple[Variable, tf.Variable]]
+    ) -> list[tuple[Variable, tf.Variable]]:
         # A weight that the forward pass assigns, as a SpectralNormalization does, does not stay
         # what it was.
         moving = {id(v) for v in self.objective.state}
-        frozen = self.objective.float8_kernels
-        weights = {id(weight): weight for weight in (*self.trained, *frozen)}
-        variables = tf_variables("variables", weights.values())
-        lasting = []
-        for weight, variable in zip(weights.values(), variables, strict=True):
-            if id(variable) not in moving:
-                lasting.append((weight, variable))
-        return lasting
+        return [(weight, variable) for weight, variable in weights if id(variable) not in moving]
 
     def _trains(self, layers: VariableStack) -> bool:
         return id(layers.variables[0]) in self._places

@@ -23,6 +23,7 @@ from fastaccum.graphs import jit_choice
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.layers import remat
+from fastaccum.layers.float8 import choose_mode
 from fastaccum.layers.interceptors import Interceptor
 from fastaccum.memory.admission import Admission
 from fastaccum.memory.analysis import needs_shares
@@ -160,8 +161,10 @@ class StepBuilder:
         if options.jit_compile:
             compilable.require(model)
         compilable.require_recomputable(model)
-        if options.float8:
-            model.note_last_products(sample.x)
+        mode = choose_mode(options.float8, model.called_layers, options.uses_xla)
+        options = dataclasses.replace(options, float8=mode)
+        if mode:
+            model.note_products(sample.x)
 
         if setup.needs_targets or metrics.given:
             y_true, y_pred = model.matched(sample.x, y_true, y_pred)

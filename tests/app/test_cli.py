@@ -163,15 +163,14 @@ def what_was_learned(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pack", [False, True])
-def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source, pack):
+@pytest.mark.parametrize("form", [[], ["--pack"], ["--float8"]])
+def test_however_it_ends_it_goes_on_bit_by_bit(tmp_path, source, form):
     """SIGKILL, Ctrl-C, then SIGTERM, each in mid-run; the last row is short. What goes on takes
     compiled programs from the cache, as runs do unless they are told otherwise.
     """
     cache = {"FASTACCUM_COMPILE_CACHE": str(tmp_path / "cache")}
     options = ["--steps", "301", "--batch-size", "1", "--accum", "2", "--checkpoint-every", "20"]
-    if pack:
-        options.append("--pack")
+    options += form
     whole = start(["train", source, *options, "--out", "whole"], tmp_path, TINY)  # compiles
     process = start(["train", source, *options, "--out", "ended"], tmp_path, TINY, **cache)
     folder, moved = tmp_path / "ended", tmp_path / "moved"
@@ -449,6 +448,10 @@ def test_a_run_does_not_continue_with_other_options(began, capsys, monkeypatch):
         (["train", "--lr", "1e-50"], r"--lr: '1e-50' must be a positive number"),
         (["train", "--lr", "nan"], r"--lr: 'nan' must be a positive number"),
         (["train", "--precision", "float8"], "--precision: invalid choice: 'float8'"),
+        (
+            ["train", "SOURCE", "--float8", "--precision", "float32"],
+            "--float8 is for a model in half precision",
+        ),
         (["train", "--preset", "giant"], "--preset: invalid choice: 'giant'"),
         (["train", "SOURCE", "--optimizer", "adamm"], "'adamm' is not a name of keras.optimizers"),
         (["train", "--step", "3"], "unrecognized arguments: --step: did you mean --steps?"),

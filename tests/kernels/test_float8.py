@@ -163,7 +163,7 @@ def test_einsums_are_products_of_matrices(equation):
 def test_stacked_kernels_have_a_scale_each():
     kernels = tf.constant(np.random.default_rng(0).normal(size=(3, 8, 4)), tf.float32)
     kernels *= tf.constant([1.0, 100.0, 1e-6])[:, tf.newaxis, tf.newaxis]
-    stacked = quantize(kernels, E4M3, tensor_axes=2)
+    stacked = quantize(kernels, E4M3, layer_axes=1)
     for i in range(3):
         alone = quantize(kernels[i], E4M3)
         np.testing.assert_array_equal(stacked.values[i], alone.values)
