@@ -597,6 +597,7 @@ PLACES_WITH_NAMES = {
     "fastaccum/layers/attention_layers.py:find_hub_form": (
         "a key, of a class that is KerasHub's by `package`"
     ),
+    "fastaccum/layers/float8.py:_why_not_able": "the text of a reason",
     "fastaccum/legacy/huggingface.py:_loss_class": (
         "a key, of a function that is transformers's by `package`"
     ),
