@@ -21,7 +21,7 @@ import fastaccum as fa
 from benchmarks.gpu import manifest
 from benchmarks.h200 import kernels, roofline
 from benchmarks.support import stablehlo
-from benchmarks.support.stablehlo import h200
+from benchmarks.support.stablehlo import FLOAT8_FLAGS, h200
 from fastaccum import transformer
 from fastaccum.kernels.attention import attention
 from fastaccum.kernels.xla_ops import in_xla
@@ -147,8 +147,7 @@ def _tokens(name, ids, program, shift):
 
 def _predicted(module, float8):
     """Predicts the time of a step on an H200 by the roofline of its kernels."""
-    # Without a device to choose by, XLA's Triton multiplies float8 numbers in bfloat16.
-    flags = {"xla_gpu_enable_triton_gemm": False} if float8 else {}
+    flags = FLOAT8_FLAGS if float8 else {}
     text, _ = h200.compile_for_h200(stablehlo.serialized(module), **flags)
     prediction = roofline.predict(kernels.read(text))
     return {"device": "H200", "ms": prediction.ms, "serial_ms": prediction.serial_ms}

@@ -16,7 +16,7 @@ import numpy as np
 
 import fastaccum as fa
 from benchmarks.h200 import programs, roofline
-from benchmarks.support.stablehlo import h200
+from benchmarks.support.stablehlo import FLOAT8_FLAGS, h200
 
 Policy = str | Sequence[str] | None  # of `fa.remat`
 VOCABULARY = 50_304
@@ -113,10 +113,9 @@ def compile_step(
         layers, batch, context: the sizes.
         flash_attention: of the trainer.
         policy: of `fa.remat`.
-        float8: of the trainer. cuBLAS then multiplies: without a device to choose by, XLA's Triton
-            multiplies the same numbers in bfloat16.
+        float8: of the trainer.
     """
-    flags = {"xla_gpu_enable_triton_gemm": False} if float8 else {}
+    flags = FLOAT8_FLAGS if float8 else {}
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
