@@ -14,6 +14,7 @@ import keras
 from fastaccum import checks
 from fastaccum.adapters.callbacks import Callbacks
 from fastaccum.adapters.own_loss import Reduction
+from fastaccum.adapters.storage import StateDtype
 from fastaccum.basics import arguments
 from fastaccum.checkpoint.saver import Saver
 from fastaccum.distribute import workers
@@ -132,6 +133,15 @@ class Trainer:
             outputs. "auto" for four or more layers of Keras and KerasHub where a loop runs no
             slower: on a CPU, where what a layer hands on to the next has at most 8,192 elements.
             `summary()` lists the loops, and why other layers are not in one.
+        optimizer_state_dtype: how the optimizer's slots are stored between updates; each update
+            reads them as float32 and computes in float32. "float32" leaves them as Keras makes
+            them. "bfloat16" halves them, and rounds stochastically. "int8" quarters them, in blocks
+            of 256 with a scale; slots of vectors and of fewer than 4,096 numbers stay in float32.
+            For optimizers of Keras 3 that are elementwise, such as SGD, Adam, AdamW, Nadam, Adamax,
+            RMSprop, Adagrad, Adadelta and Lion; ValueError for others (docs/guides/few-bytes.md).
+        stochastic_rounding: round bfloat16 slots stochastically, and weights of a model under the
+            policy "bfloat16", whose updates are computed in float32. False rounds to nearest, as
+            Keras does: an update of less than half a unit of the last place is lost.
         shard_optimizer: under tf.distribute, share the optimizer's slots out over the replicas,
             each of which then updates the weights whose slots it has. The result is the same; see
             docs/distributed.md. "auto" does so where all slots would not fit each device.
@@ -175,6 +185,8 @@ class Trainer:
     on_nonfinite: OnNonfinite
     float8: Float8
     scan_layers: ScanLayers
+    optimizer_state_dtype: StateDtype
+    stochastic_rounding: bool
     shard_optimizer: ShardOptimizer
     max_programs: int | Literal["auto"]
     own_loss_reduction: Reduction
@@ -198,6 +210,8 @@ class Trainer:
         on_nonfinite: OnNonfinite = "skip",
         float8: Float8 = False,
         scan_layers: ScanLayers = "auto",
+        optimizer_state_dtype: StateDtype = "float32",
+        stochastic_rounding: bool = True,
         shard_optimizer: ShardOptimizer = "auto",
         max_programs: int | Literal["auto"] = "auto",
         own_loss_reduction: Reduction = "mean",

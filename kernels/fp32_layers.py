@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from fastaccum.kernels import private
+from fastaccum.kernels import private, trace_context
 from fastaccum.kernels.checks import shown
+from fastaccum.kernels.custom_gradients import custom_gradient
 from fastaccum.kernels.float8 import E4M3
 from fastaccum.kernels.hoisted_casts import copy_of
 from fastaccum.kernels.layer_stack import LayerStack
@@ -38,11 +39,12 @@ def fp32_weight_gradients(model: keras.layers.Layer) -> list[keras.layers.Layer]
 
     The outputs stay those of Keras. Under a mixed policy (float16 or bfloat16 compute, float32
     variables) the gradients of kernels and biases become those of `matmul_fp32_wgrad`: rounded
-    nowhere, and finite past 65504. Switched is every `Dense`, `EinsumDense`, `Conv1D`, `Conv2D`,
-    `ReversibleEmbedding`, `MultiHeadAttention` and `GroupQueryAttention`, however deep in the
-    model, in a `LayerStack` too. Left alone are layers that compute in float32, `Embedding` (Keras
-    sums its gradient in float32), subclasses, layers with LoRA or quantization, and an
-    `EinsumDense` that sums over an axis of its input alone.
+    nowhere, and finite past 65504. Under the policy "bfloat16" a train step of fastaccum sums them
+    so, too; elsewhere they are rounded to the variables' dtype. Switched is every `Dense`,
+    `EinsumDense`, `Conv1D`, `Conv2D`, `ReversibleEmbedding`, `MultiHeadAttention` and
+    `GroupQueryAttention`, however deep in the model, in a `LayerStack` too. Left alone are layers
+    that compute in float32, `Embedding` (Keras sums its gradient in float32), subclasses, layers
+    with LoRA or quantization, and an `EinsumDense` that sums over an axis of its input alone.
 
     Only a layer's class changes, to a subclass of Keras's. So a switched model saves, loads (where
     `fastaccum` is imported) and clones as a switched one, but for a layer of your own that makes
@@ -132,7 +134,7 @@ def all_layers(model: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
 
 
 def _in_scope(layer: keras.layers.Layer) -> bool:
-    """Returns whether a layer computes in half precision from float32 weights of its own alone."""
+    """Returns whether a layer computes in half precision from weights of its own alone."""
     return _is_mixed(layer) and not getattr(layer, "lora_enabled", False)
 
 
@@ -140,7 +142,7 @@ def _is_mixed(layer: keras.layers.Layer) -> bool:
     half_dtypes = [dtype.name for dtype in HALF]
     return (
         layer.compute_dtype in half_dtypes
-        and layer.variable_dtype == "float32"
+        and layer.variable_dtype in ("float32", "bfloat16")
         and layer.quantization_mode is None
     )
 
@@ -163,7 +165,30 @@ def autocasts(layer: keras.layers.Layer, inputs: Inputs, weight: keras.Variable)
 def _float32(variable: keras.Variable) -> tf.Tensor:
     """Returns a variable's value, which Keras would cast to the layer's compute dtype."""
     with private.AutocastScope(None):
-        return tf.convert_to_tensor(variable)
+        value = tf.convert_to_tensor(variable)
+        if value.dtype == tf.bfloat16:
+            return _widened(value, variable.value)
+        return value
+
+
+def _widened(value: tf.Tensor, variable: tf.Variable) -> tf.Tensor:
+    """Returns a bfloat16 variable's value in float32, whose gradient a train step adds in float32.
+
+    Elsewhere the gradient is rounded to the variable's dtype, as a cast's is.
+    """
+    accumulator = trace_context.accumulator_of(variable)
+
+    @custom_gradient
+    def widen(value):
+        def gradient(upstream):
+            rounded = tf.cast(upstream, value.dtype)
+            if accumulator is not None:
+                accumulator.note(rounded, accumulator.total + upstream)
+            return rounded
+
+        return tf.cast(value, tf.float32), gradient
+
+    return widen(value)
 
 
 def _finish(layer: keras.layers.Layer, y: tf.Tensor) -> tf.Tensor:

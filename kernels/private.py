@@ -388,6 +388,9 @@ variable_value = Attribute(
 variable_dtype = Attribute(
     "_dtype", of="keras.Variable", serves="a variable's dtype outside of autocast"
 )
+variable_path = Attribute(
+    "_path", of="keras.Variable", serves="an optimizer that tells weights by their paths"
+)
 flatten_layers = Method("_flatten_layers", of="keras.Layer", serves="every nested layer")
 seed_generators = Attribute(
     "_seed_generators", of="keras.Layer", serves="the seeds of a layer, without inner layers'"
@@ -519,6 +522,9 @@ crossentropy = Attribute(
 
 learning_rate = Attribute(
     "_learning_rate", of="optimizers", serves="the variable of a learning rate"
+)
+current_learning_rate = Method(
+    "_get_current_learning_rate", of="optimizers", serves="one trace of the decay of many weights"
 )
 variables = Attribute("_variables", of="optimizers", serves="which lists of an optimizer are slots")
 moving_averages = Attribute(

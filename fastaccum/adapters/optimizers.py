@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,11 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
+from fastaccum.adapters import storage as storages
 from fastaccum.adapters.shared_updates import shared_updates
+from fastaccum.adapters.storage import AS_KERAS, Storage, dtype_of
 from fastaccum.basics.attributes import Variable, kinds, of_keras, package, raw, replaced
+from fastaccum.basics.warnings import warn
 from fastaccum.kernels import private
 from fastaccum.kernels.xla_ops import in_xla
 
@@ -39,10 +43,14 @@ _ASSIGNMENTS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 }
 
 
+class Guard(functools.partial):
+    """A method that fastaccum gives an optimizer whose slots Keras's own would misread."""
+
+
 def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
     """Tells if a method is the user's own, of the object or of a class, not a known package's."""
     if method in vars(optimizer):
-        return True
+        return not isinstance(vars(optimizer)[method], Guard)
     function = getattr(type(optimizer), method, None)
     return function is not None and package(function) not in _KNOWN_PACKAGES
 
@@ -120,10 +128,11 @@ class Optimizer:
         # The weights that `build` made slots for. With a sharded optimizer: those of one device.
         self.trained: list[Variable] = []
         self.elsewhere: set[int] = set()  # ids of the weights and slots of other devices
+        self.storage = AS_KERAS  # in which `create` has made the slots
         for part in self.parts:
             _require_supported(part)
 
-    def build(self, variables: Sequence[Variable]) -> None:
+    def build(self, variables: Sequence[Variable], storage: Storage = AS_KERAS) -> None:
         """Creates every slot for the trainable variables; a second call with them does nothing."""
         if self.trained:
             built_on = [id(v) for v in self._model_variables]
@@ -142,11 +151,53 @@ class Optimizer:
                     f"without {raw(variable).name!r}: make a new one; or, if the `trainable` of "
                     "a layer was switched since, switch it back"
                 )
-        if not getattr(self.optimizer, "built", False):
-            self._create([self._to_native(v) for v in variables])
+        self.create(variables, storage)
         for part in self.parts:  # MultiOptimizer may have found its optimizers only now
             _require_supported(part)
         self.trained = list(variables)
+
+    def create(self, variables: Sequence[Variable], storage: Storage) -> None:
+        """Creates the slots in their stored dtype, and converts those that are there to it.
+
+        Raises:
+            ValueError: raised if the optimizer's slots cannot be stored so.
+        """
+        self.storage = self._storable(variables, storage)
+        if not getattr(self.optimizer, "built", False):
+            self._create([self._to_native(v) for v in variables])
+
+    def _storable(self, variables: Sequence[Variable], storage: Storage) -> Storage:
+        """Returns the storage that the optimizer can have.
+
+        Raises ValueError if that is not the storage of slots that was asked for, and warns if
+        bfloat16 weights cannot be rounded stochastically.
+        """
+        has_bfloat16 = any(dtype_of(variable) == tf.bfloat16 for variable in variables)
+        if not storage.changes_slots and not has_bfloat16:
+            return AS_KERAS
+        problem = self._why_not_stored(variables)
+        if not problem:
+            return storage
+        name = type(self.optimizer).__name__
+        if storage.changes_slots:
+            raise ValueError(
+                f"optimizer_state_dtype={storage.optimizer_state_dtype!r}: optimizer={name} "
+                f"{problem}. Use another of keras.optimizers, such as AdamW, or pass "
+                "optimizer_state_dtype='float32'."
+            )
+        if storage.stochastic_rounding:
+            warn(
+                f"The model's weights are bfloat16, and optimizer={name} {problem}. They are "
+                "rounded to nearest, as by Keras: an update of less than half a unit of a weight's "
+                "last place is lost. Use another of keras.optimizers, such as AdamW, whose updates "
+                'are rounded stochastically, or the policy "mixed_bfloat16".',
+                UserWarning,
+            )
+        return AS_KERAS
+
+    def _why_not_stored(self, variables: Sequence[Variable]) -> str:
+        """Says why an update can't read and write what is stored in few bytes; "" if it can."""
+        return "is none of keras.optimizers"
 
     @property
     def _model_variables(self) -> list[tf.Variable]:
@@ -178,6 +229,22 @@ class Optimizer:
             if id(variable) not in left_out:
                 by_id[id(variable)] = variable
         return list(by_id.values())
+
+    @property
+    def scales(self) -> dict[int, tf.Variable]:
+        """The scales of slots that are stored in int8 codes, by the id of the codes."""
+        return {}
+
+    @property
+    def dtypes_by_keras(self) -> dict[int, tf.DType]:
+        """The dtypes that Keras gives the slots that are stored in another, by id."""
+        return {}
+
+    @property
+    def rounds_weights(self) -> bool:
+        """True if bfloat16 weights are rounded stochastically."""
+        has_bfloat16 = any(dtype_of(variable) == tf.bfloat16 for variable in self.trained)
+        return self.storage.stochastic_rounding and has_bfloat16
 
     @property
     def needs_lookups(self) -> bool:
@@ -212,11 +279,12 @@ class Optimizer:
             if rows is not None:
                 rows_by_table[raw(variable).ref()] = rows
 
-        if ok is True:
+        if ok is True and self.storage == AS_KERAS:
             with self._with_lookups(rows_by_table):
                 self._update(pairs)
             return
 
+        ok = tf.convert_to_tensor(ok)
         with self._selecting(ok, pairs) as selected, self._with_lookups(rows_by_table):
             before = []
             for variable in [*self._model_variables, *self.variables]:
@@ -317,9 +385,59 @@ def _updates_as_keras(part: keras.optimizers.Optimizer) -> bool:
     return not any(is_users(part, method) for method in _OF_UPDATES)
 
 
+def _why_not_stored(part: keras.optimizers.Optimizer) -> str:
+    """Says why an update can't read and write what is stored in few bytes; "" if it can."""
+    if "keras.MultiOptimizer" in kinds(part):
+        return "has several optimizers"
+    rate = private.learning_rate(part, None)
+    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    if callable(rate) and not is_schedule:
+        return (
+            "has a function as learning_rate, which a "
+            "keras.optimizers.schedules.LearningRateSchedule could be"
+        )
+    for method in (*_OF_UPDATES, *_ASSIGNMENTS):
+        if is_users(part, method):
+            return f"overrides {method}"
+    return ""
+
+
 def _is_updated_alone(part: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Tells if one of Keras's optimizers assigns a variable by decay and `update_step` alone."""
     return variable.constraint is None and not part.use_ema
+
+
+def guard(part: keras.optimizers.Optimizer) -> None:
+    """Keeps Keras's own `fit` from reading slots that are stored in fewer bytes.
+
+    Files of the optimizer are as Keras would write them, with float32 slots.
+    """
+    for name, method in _GUARDS.items():
+        # Not by its `__setattr__`: Keras would track what that is given.
+        vars(part).setdefault(name, Guard(method, part))
+
+
+def unguard(part: keras.optimizers.Optimizer) -> None:
+    """Takes back what `guard` has done."""
+    for name, method in _GUARDS.items():
+        present = vars(part).get(name)
+        if isinstance(present, Guard) and present.func is method:
+            del vars(part)[name]
+
+
+def _refuse_update(part: keras.optimizers.Optimizer, *_: object) -> None:
+    raise ValueError(
+        f"{type(part).__name__} stores its slots in few bytes (optimizer_state_dtype), which "
+        "Keras's own fit cannot update. Train with fastaccum.Trainer, or save the model and load "
+        "it: the file has float32 slots."
+    )
+
+
+_GUARDS: dict[str, Callable[..., None]] = {
+    "update_step": _refuse_update,
+    "save_own_variables": storages.save_as_keras,
+    "load_own_variables": storages.load_as_keras,
+}
 
 
 class _Constraint(keras.constraints.Constraint):
@@ -381,17 +499,66 @@ class Keras3Optimizer(Optimizer):
                 hooks.append((part, name, hooked(getattr(part, name), compute_new)))
         native_pairs = [(gradient, self._to_native(v)) for gradient, v in pairs]
         with contextlib.ExitStack() as hooked_parts:
-            if in_xla():
+            if in_xla() or self.storage != AS_KERAS:
                 for part in self.parts:
                     if not _updates_as_keras(part):
                         continue
-                    shared = hooked_parts.enter_context(shared_updates(part, native_pairs, ok))
+                    sharing = shared_updates(
+                        part, native_pairs, ok, self.storage, only_stored=not in_xla()
+                    )
+                    shared = hooked_parts.enter_context(sharing)
                     selected.update(shared)
                     for _, variable in native_pairs:
                         if not _is_updated_alone(part, variable):
                             selected.discard(id(raw(variable)))
             hooked_parts.enter_context(replaced(hooks))
             yield selected
+
+    def create(self, variables: Sequence[Variable], storage: Storage) -> None:
+        storage = self._storable(variables, storage)
+        for part in self.parts:
+            unguard(part)
+        if not self.optimizer.built:
+            with storages.made_in(self.optimizer, storage):
+                self._create([self._to_native(v) for v in variables])
+        self.storage = storage
+        for part in self.parts:
+            storages.settle(part, storage)
+            if storage.changes_slots:
+                guard(part)
+
+    @property
+    def scales(self) -> dict[int, tf.Variable]:
+        scales = {}
+        for part in self.parts:
+            for variable in part.variables:
+                scales_of_slot = storages.scales_of(variable)
+                if scales_of_slot is not None:
+                    scales[id(raw(variable))] = raw(scales_of_slot)
+        return scales
+
+    @property
+    def dtypes_by_keras(self) -> dict[int, tf.DType]:
+        dtypes = {}
+        for part in self.parts:
+            if not self.storage.changes_slots:
+                continue
+            weights = private.trainable_variables(part)
+            for slots in storages.slot_lists(part).values():
+                for slot, weight in zip(slots, weights, strict=True):
+                    if slot is not None and slot.shape == weight.shape:
+                        dtypes[id(raw(slot))] = raw(weight).dtype
+        return dtypes
+
+    def _why_not_stored(self, variables: Sequence[Variable]) -> str:
+        has_bfloat16 = any(dtype_of(variable) == tf.bfloat16 for variable in variables)
+        for part in self.parts:
+            problem = _why_not_stored(part)
+            if problem:
+                return problem
+            if part.use_ema and has_bfloat16:
+                return "has use_ema, whose averages of bfloat16 weights Keras computes in bfloat16"
+        return ""
 
     def _knows(self, variable: Variable) -> bool:
         known = private.variables_indices(self.optimizer)

@@ -8,20 +8,39 @@ of one variable becomes a function of values,
 
 and a function of the variables' handles, which reads them, calls it and assigns them, is called
 for each of the others. XLA inlines the calls: the compiled program is the same.
+
+Where a weight or a slot is stored in fewer bytes, the trace is that of float32 variables which
+stand in for them, and which nobody ever makes. The function reads what is stored as float32, and
+rounds the new values to what is stored.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.adapters.storage import (
+    AS_COMPUTED,
+    AS_KERAS,
+    Draw,
+    InBlocks,
+    Storage,
+    Stored,
+    slot_lists,
+    stored_slot,
+    stored_weight,
+)
 from fastaccum.basics.attributes import raw, replaced
 from fastaccum.kernels import private
+from fastaccum.kernels.block_code import BLOCK
+from fastaccum.kernels.xla_ops import barred, in_xla
 
 # The operations that assign a variable, each with the new value that it makes of the old one and
 # of what it is passed.
@@ -31,11 +50,47 @@ _ASSIGNMENTS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "AssignSubVariableOp": tf.subtract,
 }
 _NOT_REPLAYED = ("Placeholder", "NoOp")
-# The lists of an optimizer that hold no slots.
-_NO_SLOTS = (private.variables.name, private.trainable_variables.name)
+# Operations that compute each number of a slot from those at its place alone.
+_ELEMENTWISE = {
+    "Abs",
+    "AddV2",
+    "BroadcastTo",
+    "Cast",
+    "Const",
+    "Exp",
+    "Fill",
+    "Greater",
+    "GreaterEqual",
+    "Identity",
+    "Less",
+    "LessEqual",
+    "Log",
+    "LogicalAnd",
+    "LogicalNot",
+    "LogicalOr",
+    "Maximum",
+    "Minimum",
+    "Mul",
+    "MulNoNan",
+    "Neg",
+    "NotEqual",
+    "OnesLike",
+    "Pow",
+    "ReadVariableOp",
+    "RealDiv",
+    "Reciprocal",
+    "Rsqrt",
+    "SelectV2",
+    "Sign",
+    "Sqrt",
+    "Square",
+    "SquaredDifference",
+    "Sub",
+    "ZerosLike",
+}
 
 # A trained variable, and then its slot in each of the optimizer's lists of slots, or None.
-OwnVariables: TypeAlias = list[Any]
+OwnVariables: TypeAlias = "list[Stored | None]"
 UpdateStep: TypeAlias = Callable[[tf.Tensor, tf.Variable, Any], None]
 Decay: TypeAlias = Callable[[Sequence[keras.Variable]], None]
 
@@ -49,7 +104,7 @@ class _Update(NamedTuple):
 
 
 class _ByHandles(NamedTuple):
-    """An update as a function of `ok`, a gradient, handles and `common` tensors."""
+    """An update as a function of `ok`, a gradient, a key, handles and `common` tensors."""
 
     function: ConcreteFunction
     common: list[tf.Tensor]  # the same for all variables of the spec
@@ -85,18 +140,18 @@ class _SharedUpdate:
 
     def assigned(self, own: OwnVariables) -> list[tf.Variable]:
         """Lists the variables that the update of `own` assigns."""
-        return [own[self._places[name]] for name in self._assigned]
+        return _variables_of(own, [self._places[name] for name in self._assigned])
 
-    def apply(self, ok: tf.Tensor, gradient: tf.Tensor, own: OwnVariables) -> None:
-        """Updates a variable and its slots where `ok`."""
+    def apply(self, ok: tf.Tensor, gradient: tf.Tensor, own: OwnVariables, key: tf.Tensor) -> None:
+        """Updates a variable and its slots where `ok`; they are rounded by `key`, uint32 [2]."""
         if self._by_handles is None:
             # Made at the first update: Keras's Nadam assigns a scalar that all of them read just
             # before it.
             self._by_handles = self._make(gradient)
         function, common = self._by_handles
-        handles = [own[place].handle for place in self._places.values()]
+        handles = [v.handle for v in _variables_of(own, self._places.values())]
         tf.raw_ops.StatefulPartitionedCall(
-            args=[ok, gradient, *handles, *common], Tout=[], f=function
+            args=[ok, gradient, key, *handles, *common], Tout=[], f=function
         )
 
     def _make(self, gradient: tf.Tensor) -> _ByHandles:
@@ -105,27 +160,78 @@ class _SharedUpdate:
         for name, value in self._common.items():
             common[name] = value.read_value() if isinstance(value, tf.Variable) else value
         computed, handed = _compute_common(graph, common)
-        names = [self._traced.inputs[0].name, *self._places, *handed]
-        assigned = self._assigned
+        name_of_gradient = self._traced.inputs[0].name
+        shape_of_trace = self._traced.inputs[0].shape
+        is_reshaped = shape_of_trace != gradient.shape
+        touched = _variables_of(self._own, self._places.values())
 
         @tf.function(autograph=False)
-        def compute(ok, *inputs):
-            values = dict(zip(names, inputs, strict=True))
-            _replay(graph, values, ok, computed)
-            return [values[handle] for handle in assigned]
+        def compute(ok, gradient, key, *inputs):
+            old_values = inputs[: len(touched)]
+            common_values = dict(zip(handed, inputs[len(touched) :], strict=True))
 
-        touched = [self._own[place] for place in self._places.values()]
+            def in_shape_of_trace(value):
+                return tf.reshape(value, shape_of_trace) if is_reshaped else value
+
+            def update(gradient, old_values):
+                values = {name_of_gradient: in_shape_of_trace(gradient), **common_values}
+                stored_values = _split(old_values, self._own, self._places.values())
+                for (name, place), stored in zip(self._places.items(), stored_values, strict=True):
+                    values[name] = in_shape_of_trace(self._own[place].format.read(stored))
+                _replay(graph, values, ok, computed)
+                return [values[name] for name in self._assigned]
+
+            new_values = update(gradient, old_values)
+            measures = []
+            for stored, value in zip(self._assigned_of(self._own), new_values, strict=True):
+                measures.append(stored.format.measure(value))
+            if in_xla() and any(measures):
+                # XLA would keep the numbers, in float32, until all are measured. So they are
+                # computed again from what is stored.
+                barred_values = barred(*old_values, *itertools.chain(*measures))
+                old_values = barred_values[: len(touched)]
+                measures = tf.nest.pack_sequence_as(measures, barred_values[len(touched) :])
+                new_values = update(gradient, old_values)
+            return self._select(ok, key, old_values, new_values, measures)
+
         function = compute.get_concrete_function(
             tf.TensorSpec([], tf.bool),
             tf.TensorSpec(gradient.shape, gradient.dtype),
+            tf.TensorSpec([2], tf.uint32),
             *(tf.TensorSpec(v.shape, v.dtype) for v in touched),
             *(tf.TensorSpec(t.shape, t.dtype) for t in handed.values()),
         )
-        places = list(self._places)
-        places_assigned = [places.index(name) for name in assigned]
+        place_of = {id(variable): i for i, variable in enumerate(touched)}
+        places_assigned = [place_of[id(variable)] for variable in self.assigned(self._own)]
         return _ByHandles(
             _assign_by_handles(function, touched, places_assigned), list(handed.values())
         )
+
+    def _assigned_of(self, own: OwnVariables) -> list[Stored]:
+        """Lists what the update of `own` assigns."""
+        stored = [own[self._places[name]] for name in self._assigned]
+        return [each for each in stored if each is not None]
+
+    def _select(
+        self,
+        ok: tf.Tensor,
+        key: tf.Tensor,
+        old_values: Sequence[tf.Tensor],
+        new_values: Sequence[tf.Tensor],
+        measures: Sequence[Sequence[tf.Tensor]],
+    ) -> list[tf.Tensor]:
+        """Writes new numbers as they are stored; returns the old values where not `ok`."""
+        touched = _variables_of(self._own, self._places.values())
+        old_value_of = dict(zip(map(id, touched), old_values, strict=True))
+        selected = []
+        for number, stored in enumerate(self._assigned_of(self._own)):
+            written = stored.format.write(new_values[number], Draw(key, number), measures[number])
+            for variable, value in zip(stored.variables, written, strict=True):
+                if stored.format is not AS_COMPUTED:  # otherwise `_replay` has selected already
+                    old_value = tf.reshape(old_value_of[id(variable)], value.shape)
+                    value = tf.where(ok, value, old_value)
+                selected.append(tf.reshape(value, variable.shape))
+        return selected
 
 
 @contextlib.contextmanager
@@ -133,16 +239,24 @@ def shared_updates(
     optimizer: keras.optimizers.Optimizer,
     pairs: Sequence[tuple[tf.Tensor, keras.Variable]],
     ok: tf.Tensor,
+    storage: Storage = AS_KERAS,
+    *,
+    only_stored: bool = False,
 ) -> Iterator[set[int]]:
     """Lets one of Keras's optimizers trace its updates in the block once for each spec.
 
     Yields the ids of the variables whose updates are shared. These change only where `ok`. A spec
     that one variable has alone, and an update that assigns other variables or does more than
-    compute, stay as they are.
+    compute, stay as they are, but for variables that `storage` stores in fewer bytes: they are
+    always updated so, and with `only_stored` they alone.
+
+    Raises:
+        ValueError: raised if the update of such a variable does more than compute each number from
+            those at its place.
     """
-    update_one: UpdateStep = optimizer.update_step
+    update_one: UpdateStep = functools.partial(type(optimizer).update_step, optimizer)
     indices = private.variables_indices(optimizer)
-    slot_lists = _slot_lists(optimizer)
+    lists = slot_lists(optimizer)
     decay: Decay = getattr(optimizer, private.apply_weight_decay.name)
 
     updates_by_spec: dict[Hashable, list[_Update]] = {}
@@ -150,34 +264,51 @@ def shared_updates(
         index = indices.get(private.var_key(optimizer, variable))
         if index is None:
             continue  # another part's
-        own = [raw(variable), *(raw(slots[index]) for slots in slot_lists)]
+        own: OwnVariables = [stored_weight(variable, storage)]
+        for slots in lists.values():
+            slot = slots[index]
+            own.append(None if slot is None else stored_slot(slot, storage))
         spec = _spec(gradient, own)
+        if spec is None and _is_stored(own):
+            raise _refusal(optimizer, own, "has a gradient of unknown shape, or of some rows")
         if spec is not None:
             # Asked as Keras asks: by the tf.Variable, whose name differs.
-            key = (spec, private.use_weight_decay(optimizer, own[0]))
+            key = (spec, private.use_weight_decay(optimizer, raw(variable)))
             updates_by_spec.setdefault(key, []).append(_Update(gradient, own, variable))
 
     learning_rate = optimizer.learning_rate  # computed once, where it is a schedule's
     shared_by_variable: dict[int, tuple[_SharedUpdate, OwnVariables]] = {}
     selected: set[int] = set()
     for updates in updates_by_spec.values():
-        if len(updates) < 2:
+        is_stored = _is_stored(updates[0].own)
+        if not is_stored and (only_stored or len(updates) < 2):
             continue
-        shared = _share(decay, update_one, updates[0], learning_rate)
+        must_be_elementwise = is_stored and storage.changes_slots
+        shared = _share(
+            optimizer, decay, update_one, updates[0], learning_rate, must_be_elementwise
+        )
         if shared is None:
+            if is_stored:
+                raise _refusal(optimizer, updates[0].own, "assigns other variables than its slots")
             continue
-        for _, own, _ in updates:
-            shared_by_variable[id(own[0])] = (shared, own)
+        for _, own, variable in updates:
+            shared_by_variable[id(raw(variable))] = (shared, own)
             selected.update(id(variable) for variable in shared.assigned(own))
 
     waiting = set(shared_by_variable)
+    no_key = tf.zeros([2], tf.uint32)
+    step = tf.cast(tf.convert_to_tensor(raw(optimizer.iterations)), tf.uint32)
 
     def update(gradient: tf.Tensor, variable: tf.Variable, learning_rate: Any) -> None:
         if id(variable) not in shared_by_variable:
             update_one(gradient, variable, learning_rate)
             return
         shared, own = shared_by_variable[id(variable)]
-        shared.apply(ok, gradient, own)
+        key = no_key
+        if _is_stored(own):
+            place = indices[private.var_key(optimizer, variable)]
+            key = tf.stack([step, tf.constant(place, tf.uint32)])
+        shared.apply(ok, gradient, own, key)
         waiting.discard(id(variable))
 
     def decay_others(variables: Sequence[keras.Variable]) -> None:
@@ -191,51 +322,167 @@ def shared_updates(
         raise RuntimeError(f"{type(optimizer).__name__} did not update {len(waiting)} variables")
 
 
-def _slot_lists(optimizer: keras.optimizers.Optimizer) -> list[list[keras.Variable | None]]:
-    """Lists the optimizer's lists with a slot, or None, for each variable, in their order."""
-    count = len(private.variables_indices(optimizer))
-    slot_lists = []
-    for name, value in vars(optimizer).items():
-        if name in _NO_SLOTS or not isinstance(value, list) or len(value) != count:
-            continue
-        if all(slot is None or isinstance(slot, keras.Variable) for slot in value):
-            slot_lists.append(value)
-    return slot_lists
+def _is_stored(own: OwnVariables) -> bool:
+    """Tells if a variable or one of its slots is stored otherwise than the update computes."""
+    return any(stored is not None and stored.format is not AS_COMPUTED for stored in own)
+
+
+def _variables_of(own: OwnVariables, places: Iterable[int]) -> list[tf.Variable]:
+    """Lists the variables that hold what stands at these places."""
+    variables: list[tf.Variable] = []
+    for place in places:
+        stored = own[place]
+        assert stored is not None
+        variables.extend(stored.variables)
+    return variables
+
+
+def _split(
+    values: Sequence[tf.Tensor], own: OwnVariables, places: Iterable[int]
+) -> list[Sequence[tf.Tensor]]:
+    """Splits the values of `_variables_of` into those of each place."""
+    parts = []
+    start = 0
+    for place in places:
+        stored = own[place]
+        assert stored is not None
+        end = start + len(stored.variables)
+        parts.append(values[start:end])
+        start = end
+    return parts
+
+
+def _refusal(optimizer: keras.optimizers.Optimizer, own: OwnVariables, problem: str) -> ValueError:
+    dtypes = {stored.variables[0].dtype.name for stored in own[1:] if stored is not None}
+    return ValueError(
+        f"optimizer={type(optimizer).__name__} {problem}, where weights or slots are stored in "
+        f"{' and '.join(sorted(dtypes))}: only an optimizer that computes each number of a weight "
+        "from those at its place can be stored so. Use AdamW, or pass "
+        "Trainer(optimizer_state_dtype='float32', stochastic_rounding=False)."
+    )
 
 
 def _spec(gradient: tf.Tensor | tf.IndexedSlices, own: OwnVariables) -> Hashable:
     """Returns what is equal for variables of the same update; None where that is not known."""
-    if not isinstance(gradient, tf.Tensor):
+    if not isinstance(gradient, tf.Tensor) or not gradient.shape.is_fully_defined():
         return None
-    specs: list[Hashable] = []
-    for value in [gradient, *own]:
-        if value is None:  # Muon has no second moments of matrices
+    specs: list[Hashable] = [(tuple(gradient.shape), gradient.dtype)]
+    for stored in own:
+        if stored is None:  # Muon has no second moments of matrices
             specs.append(None)
-        elif value.shape.is_fully_defined():
-            specs.append((tuple(value.shape), value.dtype))
+        elif stored.shape.is_fully_defined():
+            specs.append(stored.spec)
         else:
             return None
     return tuple(specs)
 
 
+def _shape_of_trace(own: OwnVariables) -> tf.TensorShape:
+    """Returns the shape in which an update is traced: the weight's, or, with blocks, their rows.
+
+    Where all numbers stand in rows, XLA makes one kernel of an update. Otherwise it would keep the
+    new slots in float32.
+    """
+    stored_variables = [stored for stored in own if stored is not None]
+    shape = stored_variables[0].shape
+    has_blocks = any(isinstance(stored.format, InBlocks) for stored in stored_variables)
+    are_alike = all(stored.shape == shape for stored in stored_variables)
+    if has_blocks and are_alike and shape.num_elements() % BLOCK == 0:
+        return tf.TensorShape([shape.num_elements() // BLOCK, BLOCK])
+    return shape
+
+
+class _Traceable(NamedTuple):
+    """Stand-ins for the variables of an update, for its trace."""
+
+    weight: keras.Variable
+    variables: list[tf.Variable | None]  # the weight, and its slot in each list
+    # Of the optimizer: what makes it find these slots for this weight.
+    attributes: list[tuple[object, str, object]]
+
+
+def _stand_in(optimizer: keras.optimizers.Optimizer, update: _Update) -> _Traceable:
+    """Makes float32 variables without memory for what is stored in fewer bytes."""
+    shape = _shape_of_trace(update.own)
+    is_reshaped = shape != update.variable.shape
+    variables: list[tf.Variable | None] = []
+    for stored in update.own:
+        if stored is None:
+            variables.append(None)
+        elif stored.format is AS_COMPUTED and not is_reshaped:
+            variables.append(stored.variables[0])
+        else:
+            dtype = tf.float32
+            if stored.format is AS_COMPUTED:
+                dtype = stored.variables[0].dtype
+            own_shape = shape if is_reshaped else stored.shape
+            with tf.init_scope():
+                variables.append(
+                    private.UninitializedVariable(dtype=dtype, shape=own_shape, trainable=False)
+                )
+    weight = update.variable
+    if variables[0] is not raw(weight):
+        weight = _as_keras_variable(variables[0], like=update.variable)
+    indices = private.variables_indices(optimizer)
+    index = indices[private.var_key(optimizer, update.variable)]
+    indices_with_stand_in = {**indices, private.var_key(optimizer, weight): index}
+    decays = private.use_weight_decay(optimizer, raw(update.variable))
+    attributes: list[tuple[object, str, object]] = [
+        (optimizer, private.variables_indices.name, indices_with_stand_in),
+        (optimizer, private.use_weight_decay.name, lambda variable: decays),
+    ]
+    for (name, slots), variable in zip(slot_lists(optimizer).items(), variables[1:], strict=True):
+        with_stand_in: list[Any] = list(slots)
+        if variable is not None and variable is not raw(slots[index]):
+            with_stand_in[index] = _as_keras_variable(variable, like=slots[index])
+        attributes.append((optimizer, name, with_stand_in))
+    return _Traceable(weight, variables, attributes)
+
+
+def _as_keras_variable(variable: tf.Variable | None, like: keras.Variable) -> keras.Variable:
+    """Returns a tf.Variable as a keras.Variable with the name and path of another."""
+    with tf.init_scope():
+        seen = keras.Variable(variable, name=like.name, trainable=like.trainable)
+    private.variable_path.set(seen, like.path)
+    return seen
+
+
 def _share(
-    decay: Decay, update_one: UpdateStep, first: _Update, learning_rate: Any
+    optimizer: keras.optimizers.Optimizer,
+    decay: Decay,
+    update_one: UpdateStep,
+    first: _Update,
+    learning_rate: Any,
+    must_be_elementwise: bool,
 ) -> _SharedUpdate | None:
     """Traces the first update of a spec for all of them.
 
-    Returns None for an update that is more than new values of one variable and its slots.
+    Returns None for an update that is more than new values of one variable and its slots. Raises
+    ValueError for one that must be elementwise, and is not.
     """
     own = first.own
+    is_stored = _is_stored(own)
+    weight: Any = first.variable
+    variables: list[tf.Variable | None] = []
+    attributes: list[tuple[object, str, object]] = []
+    if is_stored:
+        weight, variables, attributes = _stand_in(optimizer, first)
+    else:
+        variables = [None if stored is None else stored.variables[0] for stored in own]
+    # The decay takes the rate as it was computed, which for a schedule may take a condition.
+    rate = private.current_learning_rate
+    attributes.append((optimizer, rate.name, lambda: learning_rate))
 
     @tf.function(autograph=False)
     def update(gradient):
-        decay([first.variable])
-        update_one(gradient, own[0], learning_rate)
+        decay([weight])
+        update_one(gradient, raw(weight), learning_rate)
 
-    gradient_spec = tf.TensorSpec(first.gradient.shape, first.gradient.dtype)
-    traced = update.get_concrete_function(gradient_spec)
+    gradient_spec = tf.TensorSpec(raw(weight).shape, first.gradient.dtype)
+    with replaced(attributes):
+        traced = update.get_concrete_function(gradient_spec)
     places_of_handles = {}
-    for place, variable in enumerate(own):
+    for place, variable in enumerate(variables):
         if variable is not None:
             places_of_handles[id(variable.handle)] = place
     variables_of_handles = {id(v.handle): v for v in traced.graph.variables}
@@ -256,7 +503,17 @@ def _share(
             continue
         if not _only_computes(operation):
             return None
+        if must_be_elementwise and not _is_elementwise(operation):
+            problem = f"computes {operation.type} of a weight or a slot"
+            raise _refusal(optimizer, own, problem)
     return _SharedUpdate(traced, places, common, own)
+
+
+def _is_elementwise(operation: tf.Operation) -> bool:
+    """Tells if an operation takes scalars only, or computes each number from those at its place."""
+    if operation.type in _ELEMENTWISE or operation.type in _NOT_REPLAYED:
+        return True
+    return all(tensor.shape.rank == 0 for tensor in operation.inputs)
 
 
 def _only_computes(operation: tf.Operation) -> bool:
@@ -273,13 +530,13 @@ def _assign_by_handles(
 ) -> ConcreteFunction:
     """Returns `computed` as a function that reads and assigns variables by their handles.
 
-    `computed` is one of `ok`, a gradient, the values of the `touched` variables and others. It
-    returns the new values of those at the places `assigned` among them.
+    `computed` is one of `ok`, a gradient, a key, the values of the `touched` variables and others.
+    It returns the new values of those at the places `assigned` among them.
     """
     count = len(touched)
 
     @tf.function(autograph=False)
-    def read_and_assign(ok, gradient, *inputs):
+    def read_and_assign(ok, gradient, key, *inputs):
         handles = inputs[:count]
         values = []
         for handle, variable in zip(handles, touched, strict=True):
@@ -290,7 +547,7 @@ def _assign_by_handles(
         # A branch is translated once. As it is the only one, XLA makes no conditional of it.
         new_values = tf.raw_ops.StatelessCase(
             branch_index=0,
-            input=[ok, gradient, *values, *inputs[count:]],
+            input=[ok, gradient, key, *values, *inputs[count:]],
             Tout=[t.dtype for t in computed.outputs],
             branches=[computed],
             output_shapes=[t.shape for t in computed.outputs],
@@ -299,7 +556,7 @@ def _assign_by_handles(
             tf.raw_ops.AssignVariableOp(resource=handles[place], value=new_value)
 
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in computed.inputs]
-    specs[2 : 2 + count] = [tf.TensorSpec([], tf.resource) for _ in touched]
+    specs[3 : 3 + count] = [tf.TensorSpec([], tf.resource) for _ in touched]
     return read_and_assign.get_concrete_function(*specs)
 
 

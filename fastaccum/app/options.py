@@ -26,6 +26,7 @@ curve.png, model.keras and checkpoints."""
 MOST = 10**6
 MOST_STEPS = 10**9
 PRESETS = ("nano", "micro", "124m", "350m", "1.3b")  # of `fastaccum.gpt`, by name
+STATE_DTYPES = ("float32", "bfloat16", "int8")  # of `fastaccum.Trainer`
 TEMPERATURE = 0.8  # of `fastaccum generate`
 CONFIG_FILE = "config.json"  # a folder that holds one is a run's
 MODEL_FILE = "model.keras"
@@ -40,6 +41,7 @@ OTHER_NAMES = {
     "--accumulation-steps": "--accum",
     "--dtype": "--precision",
     "--fp8": "--float8",
+    "--state-dtype": "--optimizer-state-dtype",
     "--output": "--out",
     "--text": "--prompt",
     "--max-new-tokens": "--length",
@@ -158,14 +160,22 @@ def _add_train(add_parser: Callable[..., Parser]) -> None:
     add("--batch-size", type=_whole(1, MOST), default=8, metavar="N", help=size_help)
     accum_help = "micro-batches whose gradients are added up for one update (%(default)s)"
     add("--accum", type=_whole(1, MOST), default=4, metavar="N", help=accum_help)
-    precisions = ["auto", "float32", "mixed_float16", "mixed_bfloat16"]
-    precision_help = "auto (default): mixed_float16 on a GPU, float32 on a CPU"
+    precisions = ["auto", "float32", "mixed_float16", "mixed_bfloat16", "bfloat16"]
+    precision_help = (
+        "auto (default): mixed_float16 on a GPU, float32 on a CPU; with bfloat16 weights are "
+        "bfloat16, too"
+    )
     add("--precision", choices=precisions, default="auto", help=precision_help)
     float8_help = (
         "multiply in float8 in training, with --precision mixed_float16 or mixed_bfloat16 (auto is "
         "then the latter): faster on GPUs from NVIDIA's Ada and Hopper on, slower elsewhere"
     )
     add("--float8", action="store_true", help=float8_help)
+    state_help = (
+        "what the optimizer's state is stored in: float32 (default), or bfloat16 or int8, which "
+        "take a half or a quarter of its memory"
+    )
+    add("--optimizer-state-dtype", choices=STATE_DTYPES, default="float32", help=state_help)
     preset_help = f"model size: {', '.join(PRESETS)} (%(default)s)"
     add("--preset", choices=PRESETS, default="nano", metavar="NAME", help=preset_help)
     optimizer_help = (

@@ -118,11 +118,14 @@ class Run:
             gradient_accumulation_steps=options.accum,
             clip_norm=1.0,
             float8=options.float8,
+            optimizer_state_dtype=options.optimizer_state_dtype,
         )
         self.identity = {name: getattr(options, name) for name in OPTIONS}
         self.identity["text_sha256"] = self.text.sha256
         if options.float8:
             self.identity["float8"] = True
+        if options.optimizer_state_dtype != "float32":
+            self.identity["optimizer_state_dtype"] = options.optimizer_state_dtype
         if options.pack:
             self.identity["pack"] = True
             self.identity["files_sha256"] = self.text.sha256_of_files
@@ -183,7 +186,7 @@ def resume(options: argparse.Namespace) -> Run:
         ValueError: raised if the run cannot continue as it began.
     """
     flags = {name: f"--{name.replace('_', '-')}" for name in OPTIONS}
-    kept = {"--out", "--pack", "--float8", *flags.values()} - {"--steps"}
+    kept = {"--out", "--pack", "--float8", "--optimizer-state-dtype", *flags.values()} - {"--steps"}
     extra = sorted(kept & options.named_options)
     if options.paths:
         extra.append("FILE or FOLDER")
@@ -201,6 +204,7 @@ def resume(options: argparse.Namespace) -> Run:
         parsed = options.parser.parse_args([*arguments, "--", *map(str, config["paths"])], options)
         parsed.pack = bool(config.get("pack"))
         parsed.float8 = bool(config.get("float8"))
+        parsed.optimizer_state_dtype = config.get("optimizer_state_dtype", "float32")
         began_with = str(config["text_sha256"])
         steps = _steps_of(config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadArgument) as error:

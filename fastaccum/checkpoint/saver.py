@@ -20,7 +20,14 @@ import tensorflow as tf
 from fastaccum import checks
 from fastaccum.basics.processes import WorkerLostError
 from fastaccum.basics.warnings import warn
-from fastaccum.checkpoint import callback_state, resume_point, same_training, settings, store
+from fastaccum.checkpoint import (
+    callback_state,
+    resume_point,
+    same_training,
+    settings,
+    store,
+    stored_slots,
+)
 from fastaccum.checkpoint.errors import CheckpointWriteError
 from fastaccum.checkpoint.lock import FolderLock
 from fastaccum.checkpoint.resume_point import ResumePoint
@@ -164,6 +171,8 @@ class Saver:
         noted_rates: Json = {}
         if checkpoint is not None:
             same_training.require(checkpoint, fit, self.resumes_with)
+            scales_then = checkpoint.manifest.get("scales", {})
+            stored_slots.convert(self._tensors, self._variables, scales_then, self._names_of_scales)
             noted_rates = checkpoint.manifest["rates"]
         self._writer = Writer(self.directory, self.keep, fit.workers, name_of_fit, self._held_here)
         rate_variables = fit.settings.get(settings.RATE, ())
@@ -209,6 +218,17 @@ class Saver:
                     self._held_here.add(name)
                 self._variables[name] = variable
         return elsewhere
+
+    @property
+    def _names_of_scales(self) -> dict[str, str]:
+        """The name of the scales of int8 codes, by that of the codes."""
+        name_of = {id(variable): name for name, variable in self._variables.items()}
+        names = {}
+        for name, variable in self._variables.items():
+            scales = self._training.scales.get(id(variable))
+            if scales is not None:
+                names[name] = name_of[id(scales)]
+        return names
 
     def _take_folder(self, fit: Training) -> str:
         """Takes the folder for this fit, and returns a name of the fit that its workers share."""
@@ -424,6 +444,7 @@ class Saver:
             "rates": dict(self._rates.record),
             "changes": [*self._changes],
             "cut": dict(self._training.cut),
+            "scales": self._names_of_scales,
         }
         return Copy(manifest, tensors)
 

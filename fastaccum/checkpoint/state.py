@@ -39,3 +39,4 @@ class Training:
     workers: Workers | None
     holders: Mapping[int, int]  # the worker of each variable that one worker alone has, by its id
     settings: Mapping[str, Sequence[tf.Variable]]  # the optimizer's that variables hold, by name
+    scales: Mapping[int, tf.Variable]  # of slots in int8 codes, by the id of the codes

@@ -18,6 +18,7 @@ from fastaccum.adapters import slots
 from fastaccum.adapters.losses import BoundLosses
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
+from fastaccum.adapters.storage import Storage
 from fastaccum.basics.attributes import raw, replaced, restored
 from fastaccum.basics.processes import WorkersDifferError
 from fastaccum.data.source import Stacks
@@ -93,7 +94,7 @@ class ReplicatedEngine(Engine):
             private.optimizer_strategy.set(part, replicas.strategy)
         replicas.mirror(model.trainable_variables)  # LoRA may be enabled outside the scope
         self._mirror_weights(losses)
-        self._build_optimizer(model, optimizer)
+        self._build_optimizer(model, optimizer, built.options.storage)
         replicas.unmirror([*metrics.compiled.variables, built.options.loss_scale])
 
         with first_components():
@@ -141,11 +142,10 @@ class ReplicatedEngine(Engine):
             )
         self._replicas.mirror([v for v in variables if isinstance(v, keras.Variable)])
 
-    def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
+    def _build_optimizer(self, model: Model, optimizer: Optimizer, storage: Storage) -> None:
         """Makes the slots, and gives each optimizer variable a component on every replica."""
-        if not optimizer.optimizer.built:
-            with self._replicas.strategy.scope():
-                optimizer.optimizer.build(model.trainable_variables)
+        with self._replicas.strategy.scope():
+            optimizer.create(model.trainable_variables, storage)
         slots.return_to_keras(optimizer)
         self._replicas.mirror(optimizer.optimizer.variables)
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 from fastaccum.adapters import slots
 from fastaccum.adapters.models import Model
 from fastaccum.adapters.optimizers import Optimizer
+from fastaccum.adapters.storage import Storage
 from fastaccum.basics.attributes import raw
 from fastaccum.distribute import deal
 from fastaccum.distribute.replicas import ReplicaProgram, Replicas, TracedProgram, first_components
@@ -42,7 +43,7 @@ class ShardedEngine(ReplicatedEngine):
     shares.
     """
 
-    def _build_optimizer(self, model: Model, optimizer: Optimizer) -> None:
+    def _build_optimizer(self, model: Model, optimizer: Optimizer, storage: Storage) -> None:
         slots.require_divisible(optimizer)
         replicas = self._replicas
         self._trained = model.trainable_variables
@@ -73,8 +74,8 @@ class ShardedEngine(ReplicatedEngine):
             # Keras would make each slot on the device of its weight, which is one for all weights
             # and has no room for all slots.
             with first_components(), self._alone(), slots.placed(optimizer, place_slot):
-                optimizer.optimizer.build(self._trained)
-        optimizer.build(self._trained)  # raises where it was built on others
+                optimizer.create(self._trained, storage)
+        optimizer.build(self._trained, storage)  # raises where it was built on others
         slots.require_known_slots(optimizer, self._trained)
         for slot, place in list(slots.pair_slots(optimizer, self._trained)):
             place_slot(slot, self._trained[place])

@@ -125,6 +125,7 @@ class RunFingerprint:
         """
         named_groups = name_variables(variables)
         specs = {group: _describe_specs(named) for group, named in named_groups.items()}
+        specs["optimizer"] = self._describe_slots(named_groups["optimizer"])
         metrics, weighted_metrics = self._metrics.user
         losses = {
             "loss": self._losses.loss,
@@ -141,8 +142,11 @@ class RunFingerprint:
             optimizer.update(describe(part))
 
         batch_plan = {name: getattr(options, name) for name in options.names(must_agree=True)}
+        # Checkpoints of version 0.1.0 lack these.
         if not batch_plan["float8"]:
-            del batch_plan["float8"]  # checkpoints of version 0.1.0 lack it
+            del batch_plan["float8"]
+        if batch_plan["stochastic_rounding"]:
+            del batch_plan["stochastic_rounding"]
         loss_scale = describe(batch_plan.pop("loss_scale"))  # which has variables, too
         for name in _KERAS_SETTINGS:
             batch_plan[name] = getattr(self._model.keras_module.backend, name)()
@@ -165,6 +169,18 @@ class RunFingerprint:
             }
         )
 
+    def _describe_slots(self, named: Mapping[str, tf.Variable]) -> Json:
+        """Describes the optimizer's variables as Keras makes them, however they are stored."""
+        optimizer = self._optimizer
+        ids_of_scales = {id(scales) for scales in optimizer.scales.values()}
+        dtypes = optimizer.dtypes_by_keras
+        specs = {}
+        for name, variable in named.items():
+            if id(variable) not in ids_of_scales:
+                dtype = dtypes.get(id(variable), variable.dtype)
+                specs[name] = _describe_spec(variable, dtype)
+        return specs
+
     def _describe_trained(self, named: Mapping[str, tf.Variable]) -> Json:
         """Describes the rules of trained variables beside their updates, by their names."""
         rules = {}
@@ -179,8 +195,12 @@ def _describe_specs(named: Mapping[str, tf.Variable]) -> Json:
     for name, variable in named.items():
         # Under mixed precision the dtype of a tf_keras model's variable is the compute dtype.
         dtype = getattr(variable, "true_dtype", variable.dtype)
-        specs[name] = f"{dtype.name}{variable.shape.as_list()}"
+        specs[name] = _describe_spec(variable, dtype)
     return specs
+
+
+def _describe_spec(variable: tf.Variable, dtype: tf.DType) -> str:
+    return f"{dtype.name}{variable.shape.as_list()}"
 
 
 class ChangesOfTraining:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from fastaccum.adapters.head import replacement
@@ -136,6 +137,27 @@ def head_advice(memory: StepMemory, outputs: Sequence[OutputLoss]) -> list[str]:
     return lines
 
 
+def state_advice(memory: StepMemory) -> list[str]:
+    """Writes the argument that stores the optimizer's slots in fewer bytes, if they are float32."""
+    slots = _float32_bytes(memory, "optimizer slots")
+    if slots <= memory.peak_bytes / 4:
+        return []
+    return [
+        f"Trainer(optimizer_state_dtype='int8') takes {in_units(slots * 3 / 4)} off, and "
+        f"'bfloat16' {in_units(slots / 2)}, with AdamW and other elementwise optimizers of Keras 3."
+    ]
+
+
+def _float32_bytes(memory: StepMemory, kind: Kind) -> int:
+    """Sums the bytes of the float32 matrices of a kind."""
+    total = 0
+    for buffer in memory.buffers:
+        is_matrix = len(buffer.shape) > 1
+        if buffer.kind == kind and is_matrix and buffer.bytes == 4 * math.prod(buffer.shape):
+            total += buffer.bytes
+    return total
+
+
 def advice(
     memory: StepMemory,
     batch_size: tuple[int, int] | None,
@@ -168,6 +190,13 @@ def advice(
         changes.append(
             "An optimizer with smaller slots (Lion has one a weight, Adafactor less, SGD "
             f"without momentum none) takes up to {in_units(kinds['optimizer slots'])} off."
+        )
+        changes += state_advice(memory)
+    weights = _float32_bytes(memory, "weights")
+    if weights > much:
+        changes.append(
+            "A model made under keras.config.set_dtype_policy('bfloat16') has weights of half the "
+            f"size, {in_units(weights / 2)} less; their updates are rounded stochastically."
         )
     if kinds["data"] > much:
         changes.append(

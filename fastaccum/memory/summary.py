@@ -17,7 +17,7 @@ from fastaccum.data.stacks import Batch, Layout
 from fastaccum.layers.float8 import IN_FLOAT8
 from fastaccum.memory import analysis, cost
 from fastaccum.memory.buffers import StepMemory
-from fastaccum.memory.errors import head_advice, in_units
+from fastaccum.memory.errors import head_advice, in_units, state_advice
 from fastaccum.memory.plan import render
 from fastaccum.step.engine import Engine
 
@@ -131,6 +131,8 @@ class Summary:
             yield f"  largest {number}: {one_line(place)} ({buffer.kind})", in_units(buffer.bytes)
         for line in self.advice:
             yield "to hold a part of the logits at a time", line
+        for line in state_advice(self.memory):
+            yield "to store slots in fewer bytes", line
 
     def _attention(self) -> Iterator[tuple[str, str]]:
         for choice, layers in Counter(self.attention.values()).items():

@@ -44,6 +44,8 @@ class DeviceEngine(Engine):
             loss_scale=options.loss_scale,
             clip_norm=options.clip_norm,
             jit_compile=options.uses_xla,
+            optimizer_state_dtype=options.optimizer_state_dtype,
+            stochastic_rounding=options.stochastic_rounding,
         )
         # The fifth shape is warned of. A fit has a few by itself: a whole stack, a short last one,
         # and the sizes that rows are filled up to.

@@ -12,6 +12,7 @@ import numpy as np
 
 from fastaccum import checks
 from fastaccum.adapters.own_loss import Reduction
+from fastaccum.adapters.storage import STATE_DTYPES, StateDtype, Storage
 from fastaccum.basics.warnings import warn
 from fastaccum.layers.attention import FlashAttention
 from fastaccum.layers.float8 import Float8
@@ -78,6 +79,11 @@ class Options:
     jit_compile: JitCompile = field(metadata=_rules(_auto_or_bool))
     float8: Float8 = field(metadata=_rules(_auto_or_bool))
     scan_layers: ScanLayers = field(metadata=_rules(_auto_or_bool, must_agree=False))
+    # A checkpoint is converted to what a resumed training has.
+    optimizer_state_dtype: StateDtype = field(
+        metadata=_rules(_one_of(*STATE_DTYPES), must_agree=False)
+    )
+    stochastic_rounding: bool = field(metadata=_rules(checks.true_or_false))
     on_nonfinite: OnNonfinite = field(metadata=_rules(_one_of("skip", "raise"), must_agree=False))
     shard_optimizer: ShardOptimizer = field(metadata=_rules(_auto_or_bool, must_agree=False))
     max_programs: int | Literal["auto"] = field(
@@ -96,6 +102,11 @@ class Options:
         """True if XLA compiles the step; "auto" must have become a choice."""
         assert self.jit_compile != "auto"
         return self.jit_compile
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of slots and bfloat16 weights."""
+        return Storage(self.optimizer_state_dtype, self.stochastic_rounding)
 
     @classmethod
     def names(cls, **rules: bool) -> list[str]:

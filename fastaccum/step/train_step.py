@@ -12,6 +12,7 @@ import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
 from fastaccum import checks
+from fastaccum.adapters.storage import STATE_DTYPES, StateDtype, Storage
 from fastaccum.basics import arguments
 from fastaccum.basics.attributes import Variable
 from fastaccum.basics.warnings import warn
@@ -112,6 +113,9 @@ class TrainStep:
         loss_scale: a loss scale, a number for a static one; None for no scaling.
         clip_norm: the largest global norm of the final, unscaled gradient; None for no clipping.
         jit_compile: compile with XLA. False runs the same graph op by op.
+        optimizer_state_dtype: as of `Trainer`.
+        stochastic_rounding: as of `Trainer`, for bfloat16 variables; False by default, which is
+            Keras's update of them.
         state: the tf.Variables that `loss_fn` assigns (batch statistics), and a skipped step
             restores; one that is trained and assigned too belongs here as well.
 
@@ -142,6 +146,8 @@ class TrainStep:
         loss_scale: loss_scales.LossScale | float | None = None,
         clip_norm: float | None = None,
         jit_compile: bool = True,
+        optimizer_state_dtype: StateDtype = "float32",
+        stochastic_rounding: bool = False,
         state: Sequence[tf.Variable] = (),
     ):
         state = listed("state", state)
@@ -164,7 +170,9 @@ class TrainStep:
         self.loss_scale = loss_scales.get(loss_scale, compute_dtype="float32")
         self.clip_norm = checks.positive_or_none("clip_norm", clip_norm)
         jit_compile = checks.true_or_false("jit_compile", jit_compile)
-        self.optimizer.build(self.trained)
+        checks.one_of("optimizer_state_dtype", optimizer_state_dtype, STATE_DTYPES)
+        checks.true_or_false("stochastic_rounding", stochastic_rounding)
+        self.optimizer.build(self.trained, Storage(optimizer_state_dtype, stochastic_rounding))
         self._compiled = Program(self.run, jit_compile)
 
     def __call__(self, stack: arguments.Arrays) -> StepResult:

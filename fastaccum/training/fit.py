@@ -165,10 +165,16 @@ def say_advice(
     stacks: Stacks,
 ) -> None:
     """Tells a user who reads along what Keras does otherwise, before the first step."""
+    has_run = any(made.seconds for made in engine.programs.values())
+    rounds_weights = builder.setup.optimizer.rounds_weights
+    if rounds_weights and not has_run and callbacks.announce is not None:
+        callbacks.announce(
+            "The weights are bfloat16: updates are computed in float32, and rounded "
+            "stochastically. stochastic_rounding=False rounds to nearest, as Keras does.\n"
+        )
     if callbacks.advise is None:
         return
     chose_without_xla = options.jit_compile == "auto" and not engine.objective.options.uses_xla
-    has_run = any(made.seconds for made in engine.programs.values())
     if chose_without_xla and not has_run:
         reason = _why_without_xla(builder.setup, builder.calling_python)
         callbacks.advise(f"This model trains without XLA, which {reason}.\n")
@@ -241,6 +247,7 @@ def describe_training(
         workers=setup.replicas,
         holders=engine.holders,
         settings=setup.optimizer.settings,
+        scales=setup.optimizer.scales,
     )
 
 

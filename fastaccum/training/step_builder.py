@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from fastaccum.adapters import own_loss, slots
 from fastaccum.adapters.models import WithinFit
+from fastaccum.adapters.storage import dtype_of
 from fastaccum.basics.attributes import Nest, Variable, raw, replaced, restored
 from fastaccum.basics.warnings import warn
 from fastaccum.data.stacks import DEFAULT_MAX_PROGRAMS, Batch, Layout
@@ -48,7 +49,7 @@ class Snapshot:
 
     trained: Sequence[Variable]
     moving_layers: Sequence[str]  # whose statistics a train step moves, by name
-    slots: Sequence[int]  # identities of the variables that hold replicas' slots
+    slots: Sequence[int]  # identities of the variables that hold the optimizer's slots
     recomputed: Sequence[Interceptor]  # what `fa.remat` has put into the model
 
     def require_same(self, now: Snapshot) -> None:
@@ -76,9 +77,23 @@ class Snapshot:
         if self.slots != now.slots:
             raise ValueError(
                 "The optimizer's slots have moved since this Trainer was built: another Trainer "
-                "shares them out in another way (shard_optimizer). Make a new Trainer, with this "
-                "optimizer, to train on."
+                "shares them out in another way (shard_optimizer), or stores them in another dtype "
+                "(optimizer_state_dtype). Make a new Trainer, with this optimizer, to train on."
             )
+
+
+def _refuse_float16(trained: Sequence[Variable]) -> None:
+    """Raises ValueError for trained weights in float16, which holds no update below 2**-24."""
+    halves = []
+    for variable in trained:
+        if dtype_of(variable) == tf.float16:
+            halves.append(getattr(variable, "path", variable.name))
+    if halves:
+        raise ValueError(
+            f"{len(halves)} trained weights are float16, such as {halves[0]!r}: small updates of "
+            'them are lost. Make the model under the policy "mixed_float16", whose weights are '
+            'float32, or "bfloat16", whose updates are rounded stochastically.'
+        )
 
 
 class StepBuilder:
@@ -190,6 +205,7 @@ class StepBuilder:
             raise ValueError(
                 f"model {model.model.name!r} has no trainable variables: there is nothing to train."
             )
+        _refuse_float16(model.trainable_variables)
         return BuiltModel(model, outputs, losses, metrics, setup.optimizer, options, calling_python)
 
     def _make_engine(self, built: BuiltModel, chosen_by_user: bool) -> Engine:
@@ -237,11 +253,12 @@ class StepBuilder:
         return dataclasses.replace(options, jit_compile=False)
 
     def _places_of_slots(self) -> list[int]:
-        """Lists the identities of the variables that hold replicas' slots; none on one device."""
-        if self.setup.replicas is None:
-            return []
-        variables = self.setup.optimizer.optimizer.variables
-        return [id(raw(variable)) for variable in variables if len(variable.shape)]
+        """Lists the identities of the variables that hold the slots of Keras's optimizers."""
+        identities = []
+        for part in self.setup.optimizer.parts:
+            if isinstance(part, keras.optimizers.Optimizer):
+                identities += [id(raw(v)) for v in part.variables if len(v.shape)]
+        return identities
 
     def _shards(self, options: Options) -> bool:
         """Decides if replicas share the optimizer's slots out."""
@@ -266,7 +283,7 @@ class StepBuilder:
         if needed:
             try:
                 with replicas.outside_scope():
-                    needed = is_too_small(slots.slots_per_weight(optimizer))
+                    needed = is_too_small(slots.slots_per_weight(optimizer, options.storage))
             except Exception:  # of a class of the user's own, which cannot be made again
                 needed = False
         # The worker with the least room decides.

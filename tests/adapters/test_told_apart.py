@@ -597,6 +597,8 @@ PLACES_WITH_NAMES = {
     "fastaccum/layers/attention_layers.py:find_hub_form": (
         "a key, of a class that is KerasHub's by `package`"
     ),
+    "fastaccum/adapters/optimizers.py:Optimizer._storable": "the text of an error",
+    "fastaccum/adapters/shared_updates.py:_refusal": "the text of an error",
     "fastaccum/layers/float8.py:_why_not_able": "the text of a reason",
     "fastaccum/legacy/huggingface.py:_loss_class": (
         "a key, of a function that is transformers's by `package`"

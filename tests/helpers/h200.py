@@ -151,17 +151,22 @@ def as_on_a_gpu(cudnn=True, compute_capability=(9, 0)):
 
 @contextlib.contextmanager
 def weightless():
-    """Keras variables made inside are zeros that share one buffer, of which nobody takes memory: it
-    is not written.
+    """Keras variables made inside are zeros that share one buffer for each dtype, of which nobody
+    takes memory: it is not written.
     """
-    buffer, init = tf.zeros([0]), keras.Variable.__init__
+    buffers, init = {}, keras.Variable.__init__
 
     def zeros(shape, dtype):
-        nonlocal buffer
+        dtype = tf.as_dtype(dtype)
+        # TensorFlow takes no bfloat16 of NumPy's, and seeds are few numbers.
+        taken_as = {tf.float32: "float32", tf.int8: "int8", tf.bfloat16: "int16"}.get(dtype)
+        if taken_as is None:
+            return tf.zeros(shape, dtype)
         size = math.prod(shape)
-        if size > buffer.shape[0]:
-            buffer = _unwritten_zeros(size)
-        return tf.cast(tf.reshape(buffer[:size], shape), dtype)
+        if taken_as not in buffers or size > buffers[taken_as].shape[0]:
+            buffers[taken_as] = _unwritten_zeros(size, taken_as)
+        values = tf.reshape(buffers[taken_as][:size], shape)
+        return tf.bitcast(values, dtype) if dtype == tf.bfloat16 else values
 
     def init_with_zeros(self, initializer, shape=None, **kwargs):
         init(self, initializer if shape is None else zeros, shape=shape, **kwargs)
@@ -170,9 +175,9 @@ def weightless():
         yield
 
 
-def _unwritten_zeros(size):
-    """Zeros, float32 [size], in memory that the system hands out when it is written."""
-    zeros = np.zeros(size + 16, "float32")
+def _unwritten_zeros(size, dtype):
+    """Zeros, [size], in memory that the system hands out when it is written."""
+    zeros = np.zeros(size + 64, dtype)
     # as TensorFlow takes memory without copying
     aligned = -zeros.ctypes.data % 64 // zeros.itemsize
     return tf.experimental.dlpack.from_dlpack(zeros[aligned : aligned + size].__dlpack__())

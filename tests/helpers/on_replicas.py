@@ -250,6 +250,51 @@ def check_float8():
         np.testing.assert_array_equal(shared, whole)
 
 
+def check_stored_slots():
+    """Slots and weights in fewer bytes: all replicas have the same, and shares the same again."""
+    x = RNG.normal(size=(8 * COUNT, 64)).astype("float32")
+    y = RNG.normal(size=(8 * COUNT, 3)).astype("float32")
+
+    for policy, state_dtype, rounding in (
+        ("float32", "int8", 1e-4),
+        ("bfloat16", "bfloat16", 2**-5),  # a few units of the last place
+    ):
+
+        def make(policy=policy):
+            keras.utils.set_random_seed(1)
+            layers = [
+                keras.layers.Dense(64, activation="tanh", dtype=policy),
+                keras.layers.Dense(72, activation="tanh", dtype=policy),
+                keras.layers.Dense(3, dtype=policy),
+            ]
+            return keras.Sequential([keras.Input((64,)), *layers])
+
+        options = {"optimizer_state_dtype": state_dtype, "jit_compile": False}
+        alone = fa.Trainer(make(), "adam", "mse", gradient_accumulation_steps=2 * COUNT, **options)
+        alone.fit(x, y, batch_size=2, epochs=3, verbose=0, shuffle=False)
+        weights = []
+        for shares in (False, True):
+            model = replicated(make)
+            trainer = fa.Trainer(
+                model,
+                "adam",
+                "mse",
+                gradient_accumulation_steps=2,
+                shard_optimizer=shares,
+                **options,
+            )
+            trainer.fit(x, y, batch_size=2 * COUNT, epochs=3, verbose=0, shuffle=False)
+            if not shares:
+                assert_same_on_all(trainer)
+            dtypes = {v.dtype.name for v in trainer._optimizer.variables if v.shape.rank > 1}
+            assert dtypes == {"int8", "float32"} if state_dtype == "int8" else {"bfloat16"}
+            weights.append([np.asarray(w, "float32") for w in model.get_weights()])
+            for ours, theirs in zip(weights[-1], alone.model.get_weights(), strict=True):
+                np.testing.assert_allclose(ours, np.asarray(theirs, "float32"), atol=rounding)
+        for shared, whole in zip(*weights, strict=True):
+            np.testing.assert_array_equal(shared, whole)
+
+
 def check_packed_rows():
     """The update is that on one device, and so are the shares of tokens; mixing is refused."""
     ids = [RNG.integers(1, 11, length).astype("int32") for length in (3, 8, 2, 5, 7, 1, 4, 6, 8)]

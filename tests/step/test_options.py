@@ -18,7 +18,8 @@ def test_options_are_checked_and_frozen():
         "Options(gradient_accumulation_steps=1, steps_per_execution=1, "
         "loss_scale=StaticLossScale(loss_scale=128.0), clip_norm=1.0, "
         "fp32_weight_gradients=True, flash_attention='auto', jit_compile='auto', "
-        "float8=False, scan_layers='auto', on_nonfinite='skip', shard_optimizer='auto', "
+        "float8=False, scan_layers='auto', optimizer_state_dtype='float32', "
+        "stochastic_rounding=True, on_nonfinite='skip', shard_optimizer='auto', "
         "max_programs='auto', "
         "own_loss_reduction='mean')"
     )

@@ -808,6 +808,8 @@ ARGUMENTS = {
     "max_programs": 2,
     "flash_attention": False,
     "float8": True,
+    "optimizer_state_dtype": "int8",
+    "stochastic_rounding": False,
     "compile_cache": None,
 }
 MOVE_NO_WEIGHT = {*Options.names(must_agree=False), "compile_cache"}
