@@ -26,6 +26,10 @@ SUBCOMMANDS = {
         "what a device holds that shares the optimizer's slots with others, by XLA's plan for an "
         "H200"
     ),
+    "storage": (
+        "what slots and weights in fewer bytes take, and a Llama of 7 billion on one card, by "
+        "XLA's plan for an H200"
+    ),
     "formula": "the formula of docs/memory.md beside XLA's plan for an H200",
 }
 

@@ -52,6 +52,8 @@ COMMON_BARS = {
     "weight-gradient error: fp32 / plain autodiff": ("<=", 0.2),
     "train step: kernels / unfused": ("<=", 1.0),
     "train step: fp32 weight gradients / without": ("<=", 1.02),
+    "train step: bfloat16 / float32 slots": ("<=", 1.25),
+    "train step: int8 / float32 slots": ("<=", 1.25),
     "train step, 4 logical devices: slots shared out / all on each": ("<=", 1.10),
 }
 
