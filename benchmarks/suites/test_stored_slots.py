@@ -29,6 +29,13 @@ class Update:
         return f"AdamW, {2 * self.matrices} million weights"
 
 
+def compare(benchmark, report, score, workload, stored, float32):
+    times = race(benchmark, stored, {"float32": float32}, workload.rounds)
+    if times:
+        note = f"{milliseconds(times['ours'], 1)}, float32 {milliseconds(times['float32'], 1)}"
+        report(score, workload, ratio(times["ours"], times["float32"]), note)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_train_step(dtype, benchmark, report):
     workload = models.GPT
@@ -40,15 +47,7 @@ def test_train_step(dtype, benchmark, report):
         return lambda: float(step.update(batch))
 
     stored = make(optimizer_state_dtype=dtype)
-    times = race(benchmark, stored, {"float32": make()}, workload.rounds)
-    if times:
-        note = f"{milliseconds(times['ours'], 1)}, float32 {milliseconds(times['float32'], 1)}"
-        report(
-            f"train step: {dtype} / float32 slots",
-            workload,
-            ratio(times["ours"], times["float32"]),
-            note,
-        )
+    compare(benchmark, report, f"train step: {dtype} / float32 slots", workload, stored, make())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -79,12 +78,11 @@ def test_update(dtype, benchmark, report):
         return update
 
     stored = make(Storage(dtype, stochastic_rounding=True))
-    times = race(benchmark, stored, {"float32": make(Storage())}, workload.rounds)
-    if times:
-        note = f"{milliseconds(times['ours'], 1)}, float32 {milliseconds(times['float32'], 1)}"
-        report(
-            f"update alone: {dtype} / float32 slots",
-            workload,
-            ratio(times["ours"], times["float32"]),
-            note,
-        )
+    compare(
+        benchmark,
+        report,
+        f"update alone: {dtype} / float32 slots",
+        workload,
+        stored,
+        make(Storage()),
+    )

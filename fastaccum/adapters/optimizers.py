@@ -374,24 +374,13 @@ def _assigns_itself(part: keras.optimizers.Optimizer) -> bool:
     return any(is_users(part, method) for method in _ASSIGNMENTS)
 
 
-def _updates_as_keras(part: keras.optimizers.Optimizer) -> bool:
-    """Tells if an optimizer is one of Keras's own, which updates variables of a spec alike."""
-    if not of_keras(part) or "keras.MultiOptimizer" in kinds(part):
-        return False
-    rate = private.learning_rate(part, None)
-    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    if callable(rate) and not is_schedule:
-        return False  # each call may return another one
-    return not any(is_users(part, method) for method in _OF_UPDATES)
-
-
-def _why_not_stored(part: keras.optimizers.Optimizer) -> str:
-    """Says why an update can't read and write what is stored in few bytes; "" if it can."""
+def _why_not_as_keras(part: keras.optimizers.Optimizer) -> str:
+    """Says why an optimizer may not update variables of a spec alike, as Keras's own do; or ""."""
     if "keras.MultiOptimizer" in kinds(part):
         return "has several optimizers"
     rate = private.learning_rate(part, None)
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    if callable(rate) and not is_schedule:
+    if callable(rate) and not is_schedule:  # each call may return another one
         return (
             "has a function as learning_rate, which a "
             "keras.optimizers.schedules.LearningRateSchedule could be"
@@ -399,6 +388,8 @@ def _why_not_stored(part: keras.optimizers.Optimizer) -> str:
     for method in (*_OF_UPDATES, *_ASSIGNMENTS):
         if is_users(part, method):
             return f"overrides {method}"
+    if not of_keras(part):
+        return "is of a class of your own"
     return ""
 
 
@@ -501,7 +492,7 @@ class Keras3Optimizer(Optimizer):
         with contextlib.ExitStack() as hooked_parts:
             if in_xla() or self.storage != AS_KERAS:
                 for part in self.parts:
-                    if not _updates_as_keras(part):
+                    if _why_not_as_keras(part):
                         continue
                     sharing = shared_updates(
                         part, native_pairs, ok, self.storage, only_stored=not in_xla()
@@ -541,19 +532,16 @@ class Keras3Optimizer(Optimizer):
     def dtypes_by_keras(self) -> dict[int, tf.DType]:
         dtypes = {}
         for part in self.parts:
-            if not self.storage.changes_slots:
-                continue
-            weights = private.trainable_variables(part)
-            for slots in storages.slot_lists(part).values():
-                for slot, weight in zip(slots, weights, strict=True):
-                    if slot is not None and slot.shape == weight.shape:
-                        dtypes[id(raw(slot))] = raw(weight).dtype
+            for variable in part.variables:
+                dtype = storages.dtype_by_keras(variable)
+                if dtype is not None:
+                    dtypes[id(raw(variable))] = tf.as_dtype(dtype)
         return dtypes
 
     def _why_not_stored(self, variables: Sequence[Variable]) -> str:
         has_bfloat16 = any(dtype_of(variable) == tf.bfloat16 for variable in variables)
         for part in self.parts:
-            problem = _why_not_stored(part)
+            problem = _why_not_as_keras(part)
             if problem:
                 return problem
             if part.use_ema and has_bfloat16:

@@ -32,6 +32,8 @@ STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16", "int8")
 MIN_CODED = 4096
 # The attribute of a slot's codes that holds their scales.
 _SCALES = "fastaccum_scales"
+# The attribute of a slot that is stored in another dtype than Keras's: that dtype, by its name.
+_DTYPE_BY_KERAS = "fastaccum_dtype_by_keras"
 # The lists of an optimizer that hold no slots.
 _NO_SLOTS = (private.variables.name, private.trainable_variables.name)
 
@@ -195,6 +197,11 @@ def scales_of(slot: Variable) -> keras.Variable | None:
     return getattr(slot, _SCALES, None)
 
 
+def dtype_by_keras(slot: Variable) -> str | None:
+    """Returns the dtype that Keras gives a slot which is stored in another; None for others."""
+    return getattr(slot, _DTYPE_BY_KERAS, None)
+
+
 def read(slot: keras.Variable) -> tf.Tensor:
     """Returns the numbers of a slot; in float32, if they are int8 codes."""
     value = tf.convert_to_tensor(raw(slot))
@@ -256,11 +263,15 @@ def _add_slot(
     """Adds a slot of `slot_dtype` as Keras's `add_variable` does of its weight's `dtype`."""
     add = functools.partial(type(part).add_variable, part, **options)
     if slot_dtype != "int8":
-        return add(shape=shape, initializer=initializer, name=name, dtype=slot_dtype)
+        slot = add(shape=shape, initializer=initializer, name=name, dtype=slot_dtype)
+        if slot_dtype != dtype:
+            setattr(slot, _DTYPE_BY_KERAS, dtype)
+        return slot
     codes = add(shape=shape, initializer="zeros", name=name, dtype="int8")
     blocks = count_blocks(codes.shape.num_elements())
     scales = add(shape=[blocks], initializer="zeros", name=f"{name}_scales", dtype="float32")
     setattr(codes, _SCALES, scales)
+    setattr(codes, _DTYPE_BY_KERAS, dtype)
     initializer = keras.initializers.get(initializer)
     if not isinstance(initializer, keras.initializers.Zeros):
         assign(codes, initializer(shape, dtype="float32"))
@@ -268,9 +279,10 @@ def _add_slot(
 
 
 def settle(part: keras.optimizers.Optimizer, storage: Storage) -> None:
-    """Stores the slots of a built optimizer in their stored dtype, one after the other.
+    """Converts the slots of a built optimizer to their stored dtype, one after the other.
 
-    Averages of weights are no slots of the update, and stay in the dtype of the weights.
+    Averages of weights are no slots of the update, and stay in the dtype of the weights. So does
+    everything that Keras or the user has made, if `storage` changes no slots.
     """
     weights = private.trainable_variables(part)
     averages = private.moving_averages(part, None)
@@ -280,20 +292,28 @@ def settle(part: keras.optimizers.Optimizer, storage: Storage) -> None:
         for place, (slot, weight) in enumerate(zip(slots, weights, strict=True)):
             if slot is None or slot.shape != weight.shape:
                 continue
+            if not storage_of_list.changes_slots and dtype_by_keras(slot) is None:
+                continue
             dtype = storage_of_list.slot_dtype(weight)
             if keras.backend.standardize_dtype(slot.dtype) != dtype:
-                settled[place] = _converted(part, slot, dtype)
-        vars(part)[name] = settled
+                settled[place] = _converted(part, slot, dtype, weight)
+        if any(new is not old for new, old in zip(settled, slots, strict=True)):
+            vars(part)[name] = settled
 
 
 def _converted(
-    part: keras.optimizers.Optimizer, slot: keras.Variable, dtype: str
+    part: keras.optimizers.Optimizer, slot: keras.Variable, slot_dtype: str, weight: Variable
 ) -> keras.Variable:
     """Replaces a slot among the optimizer's variables by one of another dtype; returns that."""
     variables = private.variables(part)
     count = len(variables)
     converted = _add_slot(
-        part, dtype, shape=slot.shape, initializer="zeros", name=slot.name, dtype=dtype
+        part,
+        slot_dtype,
+        shape=slot.shape,
+        initializer="zeros",
+        name=slot.name,
+        dtype=AS_KERAS.slot_dtype(weight),
     )
     added = [variables.pop() for _ in variables[count:]]
     assign(converted, read(slot))

@@ -21,6 +21,7 @@ from fastaccum.distribute import replicas
 from fastaccum.distribute.replicated_engine import ReplicatedEngine
 from fastaccum.distribute.sharded_engine import ShardedEngine
 from fastaccum.graphs import jit_choice
+from fastaccum.kernels import private
 from fastaccum.kernels.custom_gradients import graph_scoped_gradients
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.layers import remat
@@ -256,8 +257,14 @@ class StepBuilder:
         """Lists the identities of the variables that hold the slots of Keras's optimizers."""
         identities = []
         for part in self.setup.optimizer.parts:
-            if isinstance(part, keras.optimizers.Optimizer):
-                identities += [id(raw(v)) for v in part.variables if len(v.shape)]
+            if not isinstance(part, keras.optimizers.Optimizer):
+                continue
+            if self.setup.replicas is not None:  # which move what a keras.Variable holds
+                identities += [id(raw(v)) for v in part.variables if v.ndim]
+                continue
+            # Without its rate, which a schedule may replace.
+            rate = private.learning_rate(part, None)
+            identities += [id(v) for v in part.variables if v is not rate]
         return identities
 
     def _shards(self, options: Options) -> bool:

@@ -212,9 +212,30 @@ class Own(keras.optimizers.SGD):
         self.assign_sub(variable, gradient * learning_rate)
 
 
+class Plain(keras.optimizers.SGD):
+    """A class of the user's own that overrides nothing."""
+
+
+class Float32Slots(keras.optimizers.SGD):
+    """Keeps float32 slots of weights in fewer bytes, as Keras would not."""
+
+    def add_variable(self, *args, **options):
+        return super().add_variable(*args, **(options | {"dtype": "float32"}))
+
+
+def test_slots_that_the_user_made_stay_as_they_are():
+    optimizer = Float32Slots(0.1, momentum=0.9)
+    variables = make_variables("bfloat16")
+    optimizer.build(variables)
+    before = list(optimizer.momentums)
+    adapt_optimizer(optimizer).build(variables)
+    assert all(new is old for new, old in zip(optimizer.momentums, before, strict=True))
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
+        (lambda: Plain(0.1, momentum=0.9), "Plain is of a class of your own"),
         (lambda: Own(0.1), "Own overrides update_step"),
         (lambda: keras.optimizers.SGD(lambda: 0.1), "has a function as learning_rate"),
         (lambda: __import__("tf_keras").optimizers.Adam(), "is none of keras.optimizers"),

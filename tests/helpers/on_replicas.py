@@ -287,7 +287,10 @@ def check_stored_slots():
             if not shares:
                 assert_same_on_all(trainer)
             dtypes = {v.dtype.name for v in trainer._optimizer.variables if v.shape.rank > 1}
-            assert dtypes == {"int8", "float32"} if state_dtype == "int8" else {"bfloat16"}
+            if state_dtype == "int8":
+                assert dtypes == {"int8", "float32"}, dtypes  # the last kernel is small
+            else:
+                assert dtypes == {"bfloat16"}, dtypes
             weights.append([np.asarray(w, "float32") for w in model.get_weights()])
             for ours, theirs in zip(weights[-1], alone.model.get_weights(), strict=True):
                 np.testing.assert_allclose(ours, np.asarray(theirs, "float32"), atol=rounding)
