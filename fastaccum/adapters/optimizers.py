@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,15 +10,15 @@ import keras
 import tensorflow as tf
 
 from fastaccum import checks
-from fastaccum.adapters import storage as storages
+from fastaccum.adapters.guards import guard, is_users, unguard
 from fastaccum.adapters.shared_updates import shared_updates
-from fastaccum.adapters.storage import AS_KERAS, Storage, dtype_of
-from fastaccum.basics.attributes import Variable, kinds, of_keras, package, raw, replaced
+from fastaccum.adapters.slot_creation import made_in, settle
+from fastaccum.adapters.storage import AS_KERAS, Storage, dtype_by_keras, dtype_of, scales_of
+from fastaccum.basics.attributes import Variable, kinds, of_keras, raw, replaced
 from fastaccum.basics.warnings import warn
 from fastaccum.kernels import private
 from fastaccum.kernels.xla_ops import in_xla
 
-_KNOWN_PACKAGES = ("keras", "tf_keras", "tensorflow_addons", "transformers")
 # What Keras's or tf_keras's own train step calls, and this one does not.
 _UNCALLED = (
     "scale_loss",
@@ -41,18 +40,6 @@ _ASSIGNMENTS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
     "assign_add": tf.add,
     "assign_sub": tf.subtract,
 }
-
-
-class Guard(functools.partial):
-    """A method that fastaccum gives an optimizer whose slots Keras's own would misread."""
-
-
-def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
-    """Tells if a method is the user's own, of the object or of a class, not a known package's."""
-    if method in vars(optimizer):
-        return not isinstance(vars(optimizer)[method], Guard)
-    function = getattr(type(optimizer), method, None)
-    return function is not None and package(function) not in _KNOWN_PACKAGES
 
 
 def _require_supported(optimizer: keras.optimizers.Optimizer) -> None:
@@ -398,39 +385,6 @@ def _is_updated_alone(part: keras.optimizers.Optimizer, variable: keras.Variable
     return variable.constraint is None and not part.use_ema
 
 
-def guard(part: keras.optimizers.Optimizer) -> None:
-    """Keeps Keras's own `fit` from reading slots that are stored in fewer bytes.
-
-    Files of the optimizer are as Keras would write them, with float32 slots.
-    """
-    for name, method in _GUARDS.items():
-        # Not by its `__setattr__`: Keras would track what that is given.
-        vars(part).setdefault(name, Guard(method, part))
-
-
-def unguard(part: keras.optimizers.Optimizer) -> None:
-    """Takes back what `guard` has done."""
-    for name, method in _GUARDS.items():
-        present = vars(part).get(name)
-        if isinstance(present, Guard) and present.func is method:
-            del vars(part)[name]
-
-
-def _refuse_update(part: keras.optimizers.Optimizer, *_: object) -> None:
-    raise ValueError(
-        f"{type(part).__name__} stores its slots in few bytes (optimizer_state_dtype), which "
-        "Keras's own fit cannot update. Train with fastaccum.Trainer, or save the model and load "
-        "it: the file has float32 slots."
-    )
-
-
-_GUARDS: dict[str, Callable[..., None]] = {
-    "update_step": _refuse_update,
-    "save_own_variables": storages.save_as_keras,
-    "load_own_variables": storages.load_as_keras,
-}
-
-
 class _Constraint(keras.constraints.Constraint):
     """A function as a Constraint, which a Keras variable needs before Keras 3.15."""
 
@@ -510,11 +464,11 @@ class Keras3Optimizer(Optimizer):
         for part in self.parts:
             unguard(part)
         if not self.optimizer.built:
-            with storages.made_in(self.optimizer, storage):
+            with made_in(self.optimizer, storage):
                 self._create([self._to_native(v) for v in variables])
         self.storage = storage
         for part in self.parts:
-            storages.settle(part, storage)
+            settle(part, storage)
             if storage.changes_slots:
                 guard(part)
 
@@ -523,7 +477,7 @@ class Keras3Optimizer(Optimizer):
         scales = {}
         for part in self.parts:
             for variable in part.variables:
-                scales_of_slot = storages.scales_of(variable)
+                scales_of_slot = scales_of(variable)
                 if scales_of_slot is not None:
                     scales[id(raw(variable))] = raw(scales_of_slot)
         return scales
@@ -533,7 +487,7 @@ class Keras3Optimizer(Optimizer):
         dtypes = {}
         for part in self.parts:
             for variable in part.variables:
-                dtype = storages.dtype_by_keras(variable)
+                dtype = dtype_by_keras(variable)
                 if dtype is not None:
                     dtypes[id(raw(variable))] = tf.as_dtype(dtype)
         return dtypes

@@ -19,18 +19,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.adapters.stand_ins import stand_in
 from fastaccum.adapters.storage import (
     AS_COMPUTED,
     AS_KERAS,
     Draw,
-    InBlocks,
+    OwnVariables,
     Storage,
     Stored,
     slot_lists,
@@ -38,18 +39,16 @@ from fastaccum.adapters.storage import (
     stored_weight,
 )
 from fastaccum.basics.attributes import raw, replaced
+from fastaccum.graphs.replays import (
+    ASSIGNMENTS,
+    NOT_REPLAYED,
+    compute_common,
+    only_computes,
+    replay,
+)
 from fastaccum.kernels import private
-from fastaccum.kernels.block_code import BLOCK
 from fastaccum.kernels.xla_ops import barred, in_xla
 
-# The operations that assign a variable, each with the new value that it makes of the old one and
-# of what it is passed.
-_ASSIGNMENTS: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
-    "AssignVariableOp": lambda old, passed: passed,
-    "AssignAddVariableOp": tf.add,
-    "AssignSubVariableOp": tf.subtract,
-}
-_NOT_REPLAYED = ("Placeholder", "NoOp")
 # Operations that compute each number of a slot from those at its place alone.
 _ELEMENTWISE = {
     "Abs",
@@ -89,8 +88,6 @@ _ELEMENTWISE = {
     "ZerosLike",
 }
 
-# A trained variable, and then its slot in each of the optimizer's lists of slots, or None.
-OwnVariables: TypeAlias = "list[Stored | None]"
 UpdateStep: TypeAlias = Callable[[tf.Tensor, tf.Variable, Any], None]
 Decay: TypeAlias = Callable[[Sequence[keras.Variable]], None]
 
@@ -135,7 +132,7 @@ class _SharedUpdate:
         self._by_handles: _ByHandles | None = None
         self._assigned: list[str] = []  # the names of the handles
         for operation in traced.graph.get_operations():
-            if operation.type in _ASSIGNMENTS and operation.inputs[0].name not in self._assigned:
+            if operation.type in ASSIGNMENTS and operation.inputs[0].name not in self._assigned:
                 self._assigned.append(operation.inputs[0].name)
 
     def assigned(self, own: OwnVariables) -> list[tf.Variable]:
@@ -159,7 +156,7 @@ class _SharedUpdate:
         common = {}
         for name, value in self._common.items():
             common[name] = value.read_value() if isinstance(value, tf.Variable) else value
-        computed, handed = _compute_common(graph, common)
+        computed, handed = compute_common(graph, common)
         name_of_gradient = self._traced.inputs[0].name
         shape_of_trace = self._traced.inputs[0].shape
         is_reshaped = shape_of_trace != gradient.shape
@@ -178,7 +175,7 @@ class _SharedUpdate:
                 stored_values = _split(old_values, self._own, self._places.values())
                 for (name, place), stored in zip(self._places.items(), stored_values, strict=True):
                     values[name] = in_shape_of_trace(self._own[place].format.read(stored))
-                _replay(graph, values, ok, computed)
+                replay(graph, values, ok, computed)
                 return [values[name] for name in self._assigned]
 
             new_values = update(gradient, old_values)
@@ -227,7 +224,7 @@ class _SharedUpdate:
         for number, stored in enumerate(self._assigned_of(self._own)):
             written = stored.format.write(new_values[number], Draw(key, number), measures[number])
             for variable, value in zip(stored.variables, written, strict=True):
-                if stored.format is not AS_COMPUTED:  # otherwise `_replay` has selected already
+                if stored.format is not AS_COMPUTED:  # otherwise `replay` has selected already
                     old_value = tf.reshape(old_value_of[id(variable)], value.shape)
                     value = tf.where(ok, value, old_value)
                 selected.append(tf.reshape(value, variable.shape))
@@ -377,76 +374,6 @@ def _spec(gradient: tf.Tensor | tf.IndexedSlices, own: OwnVariables) -> Hashable
     return tuple(specs)
 
 
-def _shape_of_trace(own: OwnVariables) -> tf.TensorShape:
-    """Returns the shape in which an update is traced: the weight's, or, with blocks, their rows.
-
-    Where all numbers stand in rows, XLA makes one kernel of an update. Otherwise it would keep the
-    new slots in float32.
-    """
-    stored_variables = [stored for stored in own if stored is not None]
-    shape = stored_variables[0].shape
-    has_blocks = any(isinstance(stored.format, InBlocks) for stored in stored_variables)
-    are_alike = all(stored.shape == shape for stored in stored_variables)
-    if has_blocks and are_alike and shape.num_elements() % BLOCK == 0:
-        return tf.TensorShape([shape.num_elements() // BLOCK, BLOCK])
-    return shape
-
-
-class _Traceable(NamedTuple):
-    """Stand-ins for the variables of an update, for its trace."""
-
-    weight: keras.Variable
-    variables: list[tf.Variable | None]  # the weight, and its slot in each list
-    # Of the optimizer: what makes it find these slots for this weight.
-    attributes: list[tuple[object, str, object]]
-
-
-def _stand_in(optimizer: keras.optimizers.Optimizer, update: _Update) -> _Traceable:
-    """Makes float32 variables without memory for what is stored in fewer bytes."""
-    shape = _shape_of_trace(update.own)
-    is_reshaped = shape != update.variable.shape
-    variables: list[tf.Variable | None] = []
-    for stored in update.own:
-        if stored is None:
-            variables.append(None)
-        elif stored.format is AS_COMPUTED and not is_reshaped:
-            variables.append(stored.variables[0])
-        else:
-            dtype = tf.float32
-            if stored.format is AS_COMPUTED:
-                dtype = stored.variables[0].dtype
-            own_shape = shape if is_reshaped else stored.shape
-            with tf.init_scope():
-                variables.append(
-                    private.UninitializedVariable(dtype=dtype, shape=own_shape, trainable=False)
-                )
-    weight = update.variable
-    if variables[0] is not raw(weight):
-        weight = _as_keras_variable(variables[0], like=update.variable)
-    indices = private.variables_indices(optimizer)
-    index = indices[private.var_key(optimizer, update.variable)]
-    indices_with_stand_in = {**indices, private.var_key(optimizer, weight): index}
-    decays = private.use_weight_decay(optimizer, raw(update.variable))
-    attributes: list[tuple[object, str, object]] = [
-        (optimizer, private.variables_indices.name, indices_with_stand_in),
-        (optimizer, private.use_weight_decay.name, lambda variable: decays),
-    ]
-    for (name, slots), variable in zip(slot_lists(optimizer).items(), variables[1:], strict=True):
-        with_stand_in: list[Any] = list(slots)
-        if variable is not None and variable is not raw(slots[index]):
-            with_stand_in[index] = _as_keras_variable(variable, like=slots[index])
-        attributes.append((optimizer, name, with_stand_in))
-    return _Traceable(weight, variables, attributes)
-
-
-def _as_keras_variable(variable: tf.Variable | None, like: keras.Variable) -> keras.Variable:
-    """Returns a tf.Variable as a keras.Variable with the name and path of another."""
-    with tf.init_scope():
-        seen = keras.Variable(variable, name=like.name, trainable=like.trainable)
-    private.variable_path.set(seen, like.path)
-    return seen
-
-
 def _share(
     optimizer: keras.optimizers.Optimizer,
     decay: Decay,
@@ -466,7 +393,7 @@ def _share(
     variables: list[tf.Variable | None] = []
     attributes: list[tuple[object, str, object]] = []
     if is_stored:
-        weight, variables, attributes = _stand_in(optimizer, first)
+        weight, variables, attributes = stand_in(optimizer, own, first.variable)
     else:
         variables = [None if stored is None else stored.variables[0] for stored in own]
     # The decay takes the rate as it was computed, which for a schedule may take a condition.
@@ -499,9 +426,9 @@ def _share(
         else:
             return None
     for operation in traced.graph.get_operations():
-        if operation.type in _ASSIGNMENTS and operation.inputs[0].name in places:
+        if operation.type in ASSIGNMENTS and operation.inputs[0].name in places:
             continue
-        if not _only_computes(operation):
+        if not only_computes(operation):
             return None
         if must_be_elementwise and not _is_elementwise(operation):
             problem = f"computes {operation.type} of a weight or a slot"
@@ -511,18 +438,9 @@ def _share(
 
 def _is_elementwise(operation: tf.Operation) -> bool:
     """Tells if an operation takes scalars only, or computes each number from those at its place."""
-    if operation.type in _ELEMENTWISE or operation.type in _NOT_REPLAYED:
+    if operation.type in _ELEMENTWISE or operation.type in NOT_REPLAYED:
         return True
     return all(tensor.shape.rank == 0 for tensor in operation.inputs)
-
-
-def _only_computes(operation: tf.Operation) -> bool:
-    """Tells if an operation of a trace does no more than compute, or read a variable."""
-    if operation.type in (*_NOT_REPLAYED, "ReadVariableOp"):
-        return True
-    calls = any(a.HasField("func") or a.list.func for a in operation.node_def.attr.values())
-    takes_handles = any(t.dtype == tf.resource for t in operation.inputs)
-    return not (operation.op_def.is_stateful or takes_handles or calls)
 
 
 def _assign_by_handles(
@@ -558,87 +476,3 @@ def _assign_by_handles(
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in computed.inputs]
     specs[3 : 3 + count] = [tf.TensorSpec([], tf.resource) for _ in touched]
     return read_and_assign.get_concrete_function(*specs)
-
-
-def _compute_common(
-    graph: tf.Graph, common: Mapping[str, tf.Tensor]
-) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
-    """Computes, in the default graph, what a graph computes from the `common` tensors alone.
-
-    Returns that with `common`, by name, and those of the tensors that the rest of the graph takes.
-    """
-    computed = dict(common)
-    constants: set[str] = set()  # the names of what is computed from no input
-    handed = {}
-    for operation in graph.get_operations():
-        if operation.type in _NOT_REPLAYED:
-            continue
-        others = [t for t in operation.inputs if t.name not in constants]
-        if not others:
-            constants.update(t.name for t in operation.outputs)
-        elif all(t.name in computed for t in others):
-            values = dict(computed)
-            for t in operation.inputs:
-                if t.name in constants:
-                    values[t.name] = _copy_constant(t)
-            _replay_one(operation, values)
-            computed.update({t.name: values[t.name] for t in operation.outputs})
-        else:
-            handed.update({t.name: computed[t.name] for t in others if t.name in computed})
-    return computed, handed
-
-
-def _copy_constant(t: tf.Tensor) -> tf.Tensor:
-    """Copies a tensor that is computed from no input to the default graph."""
-    inputs = [_copy_constant(taken) for taken in t.op.inputs]
-    return _copy(t.op, inputs)[t.value_index]
-
-
-def _replay(
-    graph: tf.Graph,
-    values: dict[str, tf.Tensor],
-    ok: tf.Tensor,
-    computed: Mapping[str, tf.Tensor],
-) -> None:
-    """Computes a graph's operations in the default graph.
-
-    `values` has those of its inputs, by name, and gets those of all tensors. The name of a handle
-    stands for what its variable holds, which changes where `ok`. Operations whose outputs were
-    `computed` outside are left out.
-    """
-    for operation in graph.get_operations():
-        if operation.type in _NOT_REPLAYED:
-            continue
-        if operation.outputs and operation.outputs[0].name in computed:
-            continue
-        if operation.type in _ASSIGNMENTS:
-            # What is computed from a slot later is computed from the selected value. Otherwise XLA
-            # would compute a new slot twice, once from a copy of the old one.
-            old, passed = (values[t.name] for t in operation.inputs)
-            new = _ASSIGNMENTS[operation.type](old, passed)
-            values[operation.inputs[0].name] = tf.where(ok, new, old)
-        else:
-            _replay_one(operation, values)
-
-
-def _replay_one(operation: tf.Operation, values: dict[str, tf.Tensor]) -> None:
-    """Computes an operation that assigns nothing, and adds its outputs to the values."""
-    results = [values[t.name] for t in operation.inputs]
-    if operation.type != "ReadVariableOp":
-        results = _copy(operation, results)
-    for tensor, result in zip(operation.outputs, results, strict=True):
-        values[tensor.name] = result
-
-
-def _copy(operation: tf.Operation, inputs: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Copies an operation to the default graph."""
-    attributes = dict(operation.node_def.attr)
-    attributes.pop(private.PLACED_WITH, None)
-    copy = tf.compat.v1.get_default_graph().create_op(
-        operation.type,
-        inputs,
-        [t.dtype for t in operation.outputs],
-        attrs=attributes,
-        op_def=operation.op_def,
-    )
-    return copy.outputs

@@ -10,7 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from fastaccum.adapters.optimizers import Guard, Optimizer, is_users
+from fastaccum.adapters.guards import Guard, is_users
+from fastaccum.adapters.optimizers import Optimizer
 from fastaccum.adapters.storage import Storage, scales_of
 from fastaccum.basics.attributes import Variable, kinds, raw, replaced
 from fastaccum.basics.warnings import warn

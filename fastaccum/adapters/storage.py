@@ -10,17 +10,15 @@ An update reads them as float32, computes in float32, and rounds the new values 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from fastaccum.basics.attributes import Variable, raw, replaced
+from fastaccum.basics.attributes import Variable, raw
 from fastaccum.kernels import private
-from fastaccum.kernels.block_code import Blocks, count_blocks, decode, encode, measure
+from fastaccum.kernels.block_code import Blocks, decode, encode, measure
 from fastaccum.kernels.random_keys import hash_bits
 from fastaccum.kernels.stochastic_rounding import round_stochastically
 
@@ -31,9 +29,9 @@ STATE_DTYPES: tuple[StateDtype, ...] = ("float32", "bfloat16", "int8")
 # take little memory, and blocks of 256 are large parts of them.
 MIN_CODED = 4096
 # The attribute of a slot's codes that holds their scales.
-_SCALES = "fastaccum_scales"
+SCALES = "fastaccum_scales"
 # The attribute of a slot that is stored in another dtype than Keras's: that dtype, by its name.
-_DTYPE_BY_KERAS = "fastaccum_dtype_by_keras"
+DTYPE_BY_KERAS = "fastaccum_dtype_by_keras"
 # The lists of an optimizer that hold no slots.
 _NO_SLOTS = (private.variables.name, private.trainable_variables.name)
 
@@ -168,6 +166,10 @@ class Stored:
         return self.variables[0].shape
 
 
+# A trained variable, and then its slot in each of the optimizer's lists of slots, or None.
+OwnVariables: TypeAlias = list[Stored | None]
+
+
 def dtype_of(variable: Variable) -> tf.DType:
     """Returns the dtype that a variable is held in, which a tf_keras layer's may not show."""
     return getattr(raw(variable), "true_dtype", raw(variable).dtype)
@@ -194,12 +196,18 @@ def stored_slot(slot: Variable, storage: Storage) -> Stored:
 
 def scales_of(slot: Variable) -> keras.Variable | None:
     """Returns the scales of a slot's int8 codes; None for a slot that is not coded."""
-    return getattr(slot, _SCALES, None)
+    return getattr(slot, SCALES, None)
 
 
 def dtype_by_keras(slot: Variable) -> str | None:
     """Returns the dtype that Keras gives a slot which is stored in another; None for others."""
-    return getattr(slot, _DTYPE_BY_KERAS, None)
+    return getattr(slot, DTYPE_BY_KERAS, None)
+
+
+def without_scales(part: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Lists an optimizer's variables without the scales of int8 codes, as Keras has them."""
+    scales = {id(scales_of(v)) for v in part.variables if scales_of(v) is not None}
+    return [variable for variable in part.variables if id(variable) not in scales]
 
 
 def read(slot: keras.Variable) -> tf.Tensor:
@@ -232,118 +240,3 @@ def slot_lists(part: keras.optimizers.Optimizer) -> dict[str, list[keras.Variabl
         if all(slot is None or isinstance(slot, keras.Variable) for slot in value):
             lists[name] = value
     return lists
-
-
-@contextmanager
-def made_in(part: keras.optimizers.Optimizer, storage: Storage) -> Iterator[None]:
-    """Lets Keras make the slots in their stored dtype while it builds an optimizer in the block."""
-    make = part.add_variable_from_reference
-
-    def make_slot(
-        reference_variable: Variable, name: str | None = None, initializer: Any = "zeros"
-    ) -> keras.Variable:
-        dtype = storage.slot_dtype(reference_variable)
-        with replaced([(part, "add_variable", functools.partial(_add_slot, part, dtype))]):
-            return make(reference_variable, name=name, initializer=initializer)
-
-    with replaced([(part, "add_variable_from_reference", make_slot)]):
-        yield
-
-
-def _add_slot(
-    part: keras.optimizers.Optimizer,
-    slot_dtype: str,
-    *,
-    shape: Sequence[int],
-    initializer: Any,
-    name: str,
-    dtype: str,
-    **options: Any,
-) -> keras.Variable:
-    """Adds a slot of `slot_dtype` as Keras's `add_variable` does of its weight's `dtype`."""
-    add = functools.partial(type(part).add_variable, part, **options)
-    if slot_dtype != "int8":
-        slot = add(shape=shape, initializer=initializer, name=name, dtype=slot_dtype)
-        if slot_dtype != dtype:
-            setattr(slot, _DTYPE_BY_KERAS, dtype)
-        return slot
-    codes = add(shape=shape, initializer="zeros", name=name, dtype="int8")
-    blocks = count_blocks(codes.shape.num_elements())
-    scales = add(shape=[blocks], initializer="zeros", name=f"{name}_scales", dtype="float32")
-    setattr(codes, _SCALES, scales)
-    setattr(codes, _DTYPE_BY_KERAS, dtype)
-    initializer = keras.initializers.get(initializer)
-    if not isinstance(initializer, keras.initializers.Zeros):
-        assign(codes, initializer(shape, dtype="float32"))
-    return codes
-
-
-def settle(part: keras.optimizers.Optimizer, storage: Storage) -> None:
-    """Converts the slots of a built optimizer to their stored dtype, one after the other.
-
-    Averages of weights are no slots of the update, and stay in the dtype of the weights. So does
-    everything that Keras or the user has made, if `storage` changes no slots.
-    """
-    weights = private.trainable_variables(part)
-    averages = private.moving_averages(part, None)
-    for name, slots in slot_lists(part).items():
-        storage_of_list = AS_KERAS if slots is averages else storage
-        settled = list(slots)
-        for place, (slot, weight) in enumerate(zip(slots, weights, strict=True)):
-            if slot is None or slot.shape != weight.shape:
-                continue
-            if not storage_of_list.changes_slots and dtype_by_keras(slot) is None:
-                continue
-            dtype = storage_of_list.slot_dtype(weight)
-            if keras.backend.standardize_dtype(slot.dtype) != dtype:
-                settled[place] = _converted(part, slot, dtype, weight)
-        if any(new is not old for new, old in zip(settled, slots, strict=True)):
-            vars(part)[name] = settled
-
-
-def _converted(
-    part: keras.optimizers.Optimizer, slot: keras.Variable, slot_dtype: str, weight: Variable
-) -> keras.Variable:
-    """Replaces a slot among the optimizer's variables by one of another dtype; returns that."""
-    variables = private.variables(part)
-    count = len(variables)
-    converted = _add_slot(
-        part,
-        slot_dtype,
-        shape=slot.shape,
-        initializer="zeros",
-        name=slot.name,
-        dtype=AS_KERAS.slot_dtype(weight),
-    )
-    added = [variables.pop() for _ in variables[count:]]
-    assign(converted, read(slot))
-
-    place = next(i for i, variable in enumerate(variables) if variable is slot)
-    del variables[place]
-    if scales_of(slot) is not None:
-        del variables[place]  # they follow their codes
-    for variable in added:  # the last comes first
-        variables.insert(place, variable)
-    return converted
-
-
-def save_as_keras(part: keras.optimizers.Optimizer, store: Any) -> None:
-    """Saves the variables as `save_own_variables` does of an optimizer whose slots are float32."""
-    for place, slot in enumerate(_without_scales(part)):
-        store[str(place)] = read(slot).numpy()
-
-
-def load_as_keras(part: keras.optimizers.Optimizer, store: Mapping[str, Any]) -> None:
-    """Loads what `save_as_keras` saves, or Keras's `save_own_variables`."""
-    slots = _without_scales(part)
-    if len(store.keys()) != len(slots):
-        raise ValueError(
-            f"{type(part).__name__} has {len(slots)} variables, and the file {len(store.keys())}."
-        )
-    for place, slot in enumerate(slots):
-        assign(slot, tf.convert_to_tensor(store[str(place)]))
-
-
-def _without_scales(part: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    scales = {id(scales_of(v)) for v in part.variables if scales_of(v) is not None}
-    return [variable for variable in part.variables if id(variable) not in scales]

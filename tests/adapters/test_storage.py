@@ -63,12 +63,12 @@ def everything(optimizer, variables):
 
 def slots_of(optimizer):
     """Returns the slots as float32 arrays, in the order in which Keras makes them."""
-    without_scales = storages._without_scales(optimizer.optimizer)
+    without_scales = storages.without_scales(optimizer.optimizer)
     return [tf.cast(storages.read(v), tf.float32).numpy() for v in without_scales]
 
 
 def set_slots(optimizer, values):
-    for variable, value in zip(storages._without_scales(optimizer.optimizer), values, strict=True):
+    for variable, value in zip(storages.without_scales(optimizer.optimizer), values, strict=True):
         storages.assign(variable, tf.constant(value))
 
 

@@ -22,6 +22,7 @@ import fastaccum as fa
 from fastaccum.adapters import (
     added_losses,
     callbacks,
+    guards,
     head,
     head_layers,
     label_metrics,
@@ -435,8 +436,8 @@ PLACES = {
         [impostor("Optimizer", object, "keras.src.optimizers.optimizer")()],
         [subclass(keras.optimizers.SGD)(), subclass(tf_keras.optimizers.SGD)()],
     ),
-    "optimizers.is_users": (
-        lambda kind: not optimizers.is_users(kind(), "minimize"),
+    "guards.is_users": (
+        lambda kind: not guards.is_users(kind(), "minimize"),
         [
             subclass(keras.optimizers.SGD, minimize=wrapped(tf_keras.optimizers.SGD.minimize)),
             impostor(

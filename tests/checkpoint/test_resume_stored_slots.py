@@ -42,7 +42,7 @@ def stop(trainer, folder, after=7):
 
 def slots(trainer):
     """Returns the slots as float64 arrays, without their scales."""
-    without_scales = storages._without_scales(trainer.optimizer)
+    without_scales = storages.without_scales(trainer.optimizer)
     return [np.asarray(tf.cast(storages.read(v), tf.float64)) for v in without_scales]
 
 
