@@ -135,10 +135,11 @@ class Trainer:
             `summary()` lists the loops, and why other layers are not in one.
         optimizer_state_dtype: how the optimizer's slots are stored between updates; each update
             reads them as float32 and computes in float32. "float32" leaves them as Keras makes
-            them. "bfloat16" halves them, and rounds stochastically. "int8" quarters them, in blocks
-            of 256 with a scale; slots of vectors and of fewer than 4,096 numbers stay in float32.
-            For optimizers of Keras 3 that are elementwise, such as SGD, Adam, AdamW, Nadam, Adamax,
-            RMSprop, Adagrad, Adadelta and Lion; ValueError for others (docs/guides/few-bytes.md).
+            them, in the dtype of their weights. "bfloat16" halves them, and rounds stochastically.
+            "int8" quarters them, in blocks of 256 with a scale; slots of vectors and of fewer than
+            4,096 numbers stay in float32. For optimizers of Keras 3 that are elementwise, such as
+            SGD, Adam, AdamW, Nadam, Adamax, RMSprop, Adagrad, Adadelta and Lion; ValueError for
+            others (docs/guides/few-bytes.md).
         stochastic_rounding: round bfloat16 slots stochastically, and weights of a model under the
             policy "bfloat16", whose updates are computed in float32. False rounds to nearest, as
             Keras does: an update of less than half a unit of the last place is lost.
@@ -274,11 +275,13 @@ class Trainer:
         scale = ""
         if not isinstance(self.loss_scale, loss_scales.NoLossScale):
             scale = f", loss_scale={self.loss_scale}"
+        dtype = self.optimizer_state_dtype
+        state = "" if dtype == "float32" else f", optimizer_state_dtype={dtype}"
         return (
             f"Trainer({type(self.model).__name__} {self.model.name!r}, "
             f"optimizer={type(self.optimizer).__name__}, "
             f"gradient_accumulation_steps={self.gradient_accumulation_steps}, "
-            f"precision={self._model.compute_dtype}{scale})"
+            f"precision={self._model.compute_dtype}{state}{scale})"
         )
 
     @property

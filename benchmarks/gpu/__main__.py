@@ -213,6 +213,8 @@ def label(contestant, program):
         return f"{name}, in loops"
     if program["float8"]:
         return f"{name}, unrolled, float8"
+    if program["optimizer_state_dtype"] != "float32":
+        return f"{name}, unrolled, {program['optimizer_state_dtype']} slots"
     if not program["stacked"]:
         return f"{name}, unrolled"
     return name

@@ -70,6 +70,8 @@ def plan(presets):
             yield _program(preset, dtype, "auto", False, micro_batches)
         unrolled = _program(preset, "bfloat16", "auto", False, micro_batches, "-float8")
         yield {**unrolled, "float8": True}
+        unrolled = _program(preset, "bfloat16", "auto", False, micro_batches, "-int8")
+        yield {**unrolled, "optimizer_state_dtype": "int8"}
         # Where memory is short, the blocks are computed in loops.
         looped = _program(preset, "bfloat16", "auto", True, micro_batches, "-loops")
         yield {**looped, "policy": ["projection", "attention"]}
@@ -101,6 +103,7 @@ def _program(preset, dtype, kind, stacked, micro_batches, suffix=""):
         "stacked": stacked,
         "policy": "auto",
         "float8": False,
+        "optimizer_state_dtype": "float32",
         "sizes": sizes,
         "micro_batches": micro_batches,
         "batch_size": BATCH_SIZES[preset],
@@ -163,6 +166,7 @@ def _trainer(program):
         fa.LinearCrossEntropy(),
         clip_norm=CLIP_NORM,
         float8=program["float8"],
+        optimizer_state_dtype=program["optimizer_state_dtype"],
     )
 
 

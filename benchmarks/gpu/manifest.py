@@ -5,6 +5,7 @@ The module needs NumPy alone. A program is a dict:
     name, file            of the StableHLO, gzipped
     preset, dtype, attention, stacked
     float8                whether the blocks multiply in float8
+    optimizer_state_dtype what the optimizer's slots are stored in
     sizes                 vocabulary_size, context, width, layers, heads
     micro_batches, batch_size
     optimizer             learning_rate, weight_decay, beta_1, beta_2, epsilon, clip_norm

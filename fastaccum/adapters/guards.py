@@ -30,7 +30,7 @@ def is_users(optimizer: keras.optimizers.Optimizer, method: str) -> bool:
 def guard(part: keras.optimizers.Optimizer) -> None:
     """Keeps Keras's own `fit` from reading slots that are stored in fewer bytes.
 
-    Files of the optimizer are as Keras would write them, with float32 slots.
+    Files of the optimizer are as Keras would write them: of int8 slots, the float32 numbers.
     """
     for name, method in _GUARDS.items():
         # Not by its `__setattr__`: Keras would track what that is given.
@@ -49,12 +49,12 @@ def _refuse_update(part: keras.optimizers.Optimizer, *_: object) -> None:
     raise ValueError(
         f"{type(part).__name__} stores its slots in few bytes (optimizer_state_dtype), which "
         "Keras's own fit cannot update. Train with fastaccum.Trainer, or save the model and load "
-        "it: the file has float32 slots."
+        "it: the file has slots that Keras reads."
     )
 
 
 def _save_as_keras(part: keras.optimizers.Optimizer, store: Any) -> None:
-    """Saves the variables as `save_own_variables` does of an optimizer whose slots are float32."""
+    """Saves the variables as Keras does, and of int8 slots the float32 numbers."""
     for place, slot in enumerate(without_scales(part)):
         store[str(place)] = read(slot).numpy()
 

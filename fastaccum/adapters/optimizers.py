@@ -107,6 +107,23 @@ def _find_problem(optimizer: keras.optimizers.Optimizer) -> str | None:
     return None
 
 
+def _has_bfloat16(variables: Sequence[Variable]) -> bool:
+    return any(dtype_of(variable) == tf.bfloat16 for variable in variables)
+
+
+def _require_storable_slots(variables: Sequence[Variable], storage: Storage) -> None:
+    """Raises ValueError for weights in a dtype whose updates are not computed in float32."""
+    for variable in variables:
+        dtype = dtype_of(variable)
+        if dtype not in (tf.float32, tf.bfloat16):
+            raise ValueError(
+                f"optimizer_state_dtype={storage.optimizer_state_dtype!r}: variable "
+                f"{raw(variable).name!r} is {dtype.name}, and only slots of float32 and bfloat16 "
+                "weights are stored in fewer bytes. Make the model in float32, or pass "
+                "optimizer_state_dtype='float32'."
+            )
+
+
 class Optimizer:
     """An optimizer as the train step uses it: `.optimizer` is the user's."""
 
@@ -116,15 +133,25 @@ class Optimizer:
         self.trained: list[Variable] = []
         self.elsewhere: set[int] = set()  # ids of the weights and slots of other devices
         self.storage = AS_KERAS  # in which `create` has made the slots
+        self._asked_for: Storage | None = None  # what `create` was last asked for
         for part in self.parts:
             _require_supported(part)
 
     def build(self, variables: Sequence[Variable], storage: Storage = AS_KERAS) -> None:
         """Creates every slot for the trainable variables; a second call with them does nothing."""
-        if self.trained:
-            built_on = [id(v) for v in self._model_variables]
-            if [id(raw(v)) for v in variables] == built_on:
-                return
+        if self._is_built_on(variables):
+            return
+        self.require_known(variables)
+        if self._asked_for != storage:
+            self.create(variables, storage)
+        for part in self.parts:  # MultiOptimizer may have found its optimizers only now
+            _require_supported(part)
+        self.trained = list(variables)
+
+    def require_known(self, variables: Sequence[Variable]) -> None:
+        """Raises ValueError if the optimizer was built on other variables, or can't train these."""
+        if self._is_built_on(variables):
+            return
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise ValueError(
@@ -138,10 +165,11 @@ class Optimizer:
                     f"without {raw(variable).name!r}: make a new one; or, if the `trainable` of "
                     "a layer was switched since, switch it back"
                 )
-        self.create(variables, storage)
-        for part in self.parts:  # MultiOptimizer may have found its optimizers only now
-            _require_supported(part)
-        self.trained = list(variables)
+
+    def _is_built_on(self, variables: Sequence[Variable]) -> bool:
+        if not self.trained:
+            return False
+        return [id(raw(v)) for v in variables] == [id(v) for v in self._model_variables]
 
     def create(self, variables: Sequence[Variable], storage: Storage) -> None:
         """Creates the slots in their stored dtype, and converts those that are there to it.
@@ -150,6 +178,7 @@ class Optimizer:
             ValueError: raised if the optimizer's slots cannot be stored so.
         """
         self.storage = self._storable(variables, storage)
+        self._asked_for = storage
         if not getattr(self.optimizer, "built", False):
             self._create([self._to_native(v) for v in variables])
 
@@ -159,30 +188,51 @@ class Optimizer:
         Raises ValueError if that is not the storage of slots that was asked for, and warns if
         bfloat16 weights cannot be rounded stochastically.
         """
-        has_bfloat16 = any(dtype_of(variable) == tf.bfloat16 for variable in variables)
+        has_bfloat16 = _has_bfloat16(variables)
         if not storage.changes_slots and not has_bfloat16:
             return AS_KERAS
-        problem = self._why_not_stored(variables)
+        if storage.changes_slots:
+            _require_storable_slots(variables, storage)
+        problem = self._why_not_stored(variables, storage)
         if not problem:
+            if storage == AS_KERAS:
+                self._warn_of_betas()
             return storage
         name = type(self.optimizer).__name__
         if storage.changes_slots:
             raise ValueError(
                 f"optimizer_state_dtype={storage.optimizer_state_dtype!r}: optimizer={name} "
-                f"{problem}. Use another of keras.optimizers, such as AdamW, or pass "
+                f"{problem}. Use a plain optimizer of keras.optimizers, such as AdamW, or pass "
                 "optimizer_state_dtype='float32'."
             )
         if storage.stochastic_rounding:
             warn(
                 f"The model's weights are bfloat16, and optimizer={name} {problem}. They are "
                 "rounded to nearest, as by Keras: an update of less than half a unit of a weight's "
-                "last place is lost. Use another of keras.optimizers, such as AdamW, whose updates "
-                'are rounded stochastically, or the policy "mixed_bfloat16".',
+                "last place is lost. Use a plain optimizer of keras.optimizers, such as AdamW, "
+                'whose updates are rounded stochastically, or the policy "mixed_bfloat16".',
                 UserWarning,
             )
+        self._warn_of_betas()
         return AS_KERAS
 
-    def _why_not_stored(self, variables: Sequence[Variable]) -> str:
+    def _warn_of_betas(self) -> None:
+        """Warns of bfloat16 weights whose updates Keras computes with a beta_2 of 1."""
+        for part in self.parts:
+            part_kinds = kinds(part)
+            if "keras.Adam" not in part_kinds and "keras.Nadam" not in part_kinds:
+                continue
+            beta = part.beta_2
+            if float(tf.cast(beta, tf.bfloat16)) == 1.0:
+                warn(
+                    f"The model's weights are bfloat16, in which {type(part).__name__}'s "
+                    f"beta_2={beta} is 1: its bias correction is 0, and no weight moves, or all "
+                    "become NaN. Train with stochastic_rounding=True and a plain optimizer of "
+                    'keras.optimizers, or under the policy "mixed_bfloat16".',
+                    UserWarning,
+                )
+
+    def _why_not_stored(self, variables: Sequence[Variable], storage: Storage) -> str:
         """Says why an update can't read and write what is stored in few bytes; "" if it can."""
         return "is none of keras.optimizers"
 
@@ -230,8 +280,7 @@ class Optimizer:
     @property
     def rounds_weights(self) -> bool:
         """True if bfloat16 weights are rounded stochastically."""
-        has_bfloat16 = any(dtype_of(variable) == tf.bfloat16 for variable in self.trained)
-        return self.storage.stochastic_rounding and has_bfloat16
+        return self.storage.stochastic_rounding and _has_bfloat16(self.trained)
 
     @property
     def needs_lookups(self) -> bool:
@@ -380,6 +429,31 @@ def _why_not_as_keras(part: keras.optimizers.Optimizer) -> str:
     return ""
 
 
+def _why_not_rounded(part: keras.optimizers.Optimizer, storage: Storage) -> str:
+    """Says why one of Keras's optimizers does not bear slots that are rounded; "" if it does."""
+    part_kinds = kinds(part)
+    if "keras.RMSprop" in part_kinds and part.centered:
+        return (
+            "has centered=True: it takes a variance as the difference of two slots, which is below "
+            "0 where they are rounded"
+        )
+    computes_weights = "keras.Ftrl" in part_kinds or "keras.ScheduleFreeAdamW" in part_kinds
+    if storage.changes_slots and computes_weights:
+        return "computes weights from its slots: rounded slots would round the weights"
+    return ""
+
+
+def _warn_of_sums(part: keras.optimizers.Optimizer, storage: Storage) -> None:
+    """Warns of a slot that only grows, and stands still once its code is too coarse."""
+    if storage.optimizer_state_dtype == "int8" and "keras.Adagrad" in kinds(part):
+        warn(
+            f"{type(part).__name__} adds up squared gradients, of which int8 drops those of less "
+            "than half a unit of its code: over thousands of updates its learning rate falls less "
+            "than it should. optimizer_state_dtype='bfloat16' is exact in the mean.",
+            UserWarning,
+        )
+
+
 def _is_updated_alone(part: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     """Tells if one of Keras's optimizers assigns a variable by decay and `update_step` alone."""
     return variable.constraint is None and not part.use_ema
@@ -460,6 +534,7 @@ class Keras3Optimizer(Optimizer):
             yield selected
 
     def create(self, variables: Sequence[Variable], storage: Storage) -> None:
+        self._asked_for = storage
         storage = self._storable(variables, storage)
         for part in self.parts:
             unguard(part)
@@ -469,7 +544,8 @@ class Keras3Optimizer(Optimizer):
         self.storage = storage
         for part in self.parts:
             settle(part, storage)
-            if storage.changes_slots:
+            _warn_of_sums(part, storage)
+            if any(dtype_by_keras(variable) for variable in part.variables):
                 guard(part)
 
     @property
@@ -492,10 +568,10 @@ class Keras3Optimizer(Optimizer):
                     dtypes[id(raw(variable))] = tf.as_dtype(dtype)
         return dtypes
 
-    def _why_not_stored(self, variables: Sequence[Variable]) -> str:
-        has_bfloat16 = any(dtype_of(variable) == tf.bfloat16 for variable in variables)
+    def _why_not_stored(self, variables: Sequence[Variable], storage: Storage) -> str:
+        has_bfloat16 = _has_bfloat16(variables)
         for part in self.parts:
-            problem = _why_not_as_keras(part)
+            problem = _why_not_as_keras(part) or _why_not_rounded(part, storage)
             if problem:
                 return problem
             if part.use_ema and has_bfloat16:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
@@ -36,7 +36,7 @@ from fastaccum.adapters.storage import (
     Stored,
     slot_lists,
     stored_slot,
-    stored_weight,
+    stored_variable,
 )
 from fastaccum.basics.attributes import raw, replaced
 from fastaccum.graphs.replays import (
@@ -88,6 +88,9 @@ _ELEMENTWISE = {
     "ZerosLike",
 }
 
+# So do these, if all inputs and outputs have as many numbers. Keras adds [1, n] and [1, n] by them.
+_ELEMENTWISE_IF_ALIKE = {"BiasAdd", "Squeeze"}
+
 UpdateStep: TypeAlias = Callable[[tf.Tensor, tf.Variable, Any], None]
 Decay: TypeAlias = Callable[[Sequence[keras.Variable]], None]
 
@@ -130,10 +133,16 @@ class _SharedUpdate:
         self._common = common
         self._own = own
         self._by_handles: _ByHandles | None = None
+        self._touched = _variables_of(own, places.values())
         self._assigned: list[str] = []  # the names of the handles
         for operation in traced.graph.get_operations():
             if operation.type in ASSIGNMENTS and operation.inputs[0].name not in self._assigned:
                 self._assigned.append(operation.inputs[0].name)
+        self._assigned_as_stored: list[Stored] = []
+        for name in self._assigned:
+            stored = own[places[name]]
+            assert stored is not None
+            self._assigned_as_stored.append(stored)
 
     def assigned(self, own: OwnVariables) -> list[tf.Variable]:
         """Lists the variables that the update of `own` assigns."""
@@ -152,62 +161,67 @@ class _SharedUpdate:
         )
 
     def _make(self, gradient: tf.Tensor) -> _ByHandles:
-        graph = self._traced.graph
         common = {}
         for name, value in self._common.items():
             common[name] = value.read_value() if isinstance(value, tf.Variable) else value
-        computed, handed = compute_common(graph, common)
-        name_of_gradient = self._traced.inputs[0].name
-        shape_of_trace = self._traced.inputs[0].shape
-        is_reshaped = shape_of_trace != gradient.shape
-        touched = _variables_of(self._own, self._places.values())
+        computed, handed = compute_common(self._traced.graph, common)
+        count = len(self._touched)
 
         @tf.function(autograph=False)
         def compute(ok, gradient, key, *inputs):
-            old_values = inputs[: len(touched)]
-            common_values = dict(zip(handed, inputs[len(touched) :], strict=True))
-
-            def in_shape_of_trace(value):
-                return tf.reshape(value, shape_of_trace) if is_reshaped else value
-
-            def update(gradient, old_values):
-                values = {name_of_gradient: in_shape_of_trace(gradient), **common_values}
-                stored_values = _split(old_values, self._own, self._places.values())
-                for (name, place), stored in zip(self._places.items(), stored_values, strict=True):
-                    values[name] = in_shape_of_trace(self._own[place].format.read(stored))
-                replay(graph, values, ok, computed)
-                return [values[name] for name in self._assigned]
-
-            new_values = update(gradient, old_values)
+            old_values = inputs[:count]
+            common_values = dict(zip(handed, inputs[count:], strict=True))
+            update = functools.partial(self._update, ok, gradient, common_values, computed)
+            new_values = update(old_values)
             measures = []
-            for stored, value in zip(self._assigned_of(self._own), new_values, strict=True):
+            for stored, value in zip(self._assigned_as_stored, new_values, strict=True):
                 measures.append(stored.format.measure(value))
             if in_xla() and any(measures):
                 # XLA would keep the numbers, in float32, until all are measured. So they are
                 # computed again from what is stored.
                 barred_values = barred(*old_values, *itertools.chain(*measures))
-                old_values = barred_values[: len(touched)]
-                measures = tf.nest.pack_sequence_as(measures, barred_values[len(touched) :])
-                new_values = update(gradient, old_values)
+                old_values = barred_values[:count]
+                measures = tf.nest.pack_sequence_as(measures, barred_values[count:])
+                new_values = update(old_values)
             return self._select(ok, key, old_values, new_values, measures)
 
         function = compute.get_concrete_function(
             tf.TensorSpec([], tf.bool),
             tf.TensorSpec(gradient.shape, gradient.dtype),
             tf.TensorSpec([2], tf.uint32),
-            *(tf.TensorSpec(v.shape, v.dtype) for v in touched),
+            *(tf.TensorSpec(v.shape, v.dtype) for v in self._touched),
             *(tf.TensorSpec(t.shape, t.dtype) for t in handed.values()),
         )
-        place_of = {id(variable): i for i, variable in enumerate(touched)}
+        place_of = {id(variable): i for i, variable in enumerate(self._touched)}
         places_assigned = [place_of[id(variable)] for variable in self.assigned(self._own)]
         return _ByHandles(
-            _assign_by_handles(function, touched, places_assigned), list(handed.values())
+            _assign_by_handles(function, self._touched, places_assigned), list(handed.values())
         )
 
-    def _assigned_of(self, own: OwnVariables) -> list[Stored]:
-        """Lists what the update of `own` assigns."""
-        stored = [own[self._places[name]] for name in self._assigned]
-        return [each for each in stored if each is not None]
+    def _update(
+        self,
+        ok: tf.Tensor,
+        gradient: tf.Tensor,
+        common_values: Mapping[str, tf.Tensor],
+        computed: Mapping[str, tf.Tensor],
+        old_values: Sequence[tf.Tensor],
+    ) -> list[tf.Tensor]:
+        """Computes the new numbers of what the update assigns, from the old values as stored."""
+        name_of_gradient = self._traced.inputs[0].name
+        shape_of_trace = self._traced.inputs[0].shape
+        is_reshaped = shape_of_trace != gradient.shape
+
+        def in_shape_of_trace(value: tf.Tensor) -> tf.Tensor:
+            return tf.reshape(value, shape_of_trace) if is_reshaped else value
+
+        values = {name_of_gradient: in_shape_of_trace(gradient), **common_values}
+        old_values_of_places = _split(old_values, self._own, self._places.values())
+        for (name, place), of_place in zip(self._places.items(), old_values_of_places, strict=True):
+            stored = self._own[place]
+            assert stored is not None
+            values[name] = in_shape_of_trace(stored.format.read(of_place))
+        replay(self._traced.graph, values, ok, computed)
+        return [values[name] for name in self._assigned]
 
     def _select(
         self,
@@ -218,10 +232,9 @@ class _SharedUpdate:
         measures: Sequence[Sequence[tf.Tensor]],
     ) -> list[tf.Tensor]:
         """Writes new numbers as they are stored; returns the old values where not `ok`."""
-        touched = _variables_of(self._own, self._places.values())
-        old_value_of = dict(zip(map(id, touched), old_values, strict=True))
+        old_value_of = dict(zip(map(id, self._touched), old_values, strict=True))
         selected = []
-        for number, stored in enumerate(self._assigned_of(self._own)):
+        for number, stored in enumerate(self._assigned_as_stored):
             written = stored.format.write(new_values[number], Draw(key, number), measures[number])
             for variable, value in zip(stored.variables, written, strict=True):
                 if stored.format is not AS_COMPUTED:  # otherwise `replay` has selected already
@@ -245,12 +258,14 @@ def shared_updates(
     Yields the ids of the variables whose updates are shared. These change only where `ok`. A spec
     that one variable has alone, and an update that assigns other variables or does more than
     compute, stay as they are, but for variables that `storage` stores in fewer bytes: they are
-    always updated so, and with `only_stored` they alone.
+    always updated so. With `only_stored` they alone are, and the others where `storage` changes
+    slots.
 
     Raises:
         ValueError: raised if the update of such a variable does more than compute each number from
             those at its place.
     """
+    # Not the optimizer's own attribute: that may be the guard that refuses Keras's fit.
     update_one: UpdateStep = functools.partial(type(optimizer).update_step, optimizer)
     indices = private.variables_indices(optimizer)
     lists = slot_lists(optimizer)
@@ -261,7 +276,7 @@ def shared_updates(
         index = indices.get(private.var_key(optimizer, variable))
         if index is None:
             continue  # another part's
-        own: OwnVariables = [stored_weight(variable, storage)]
+        own: OwnVariables = [stored_variable(variable, storage)]
         for slots in lists.values():
             slot = slots[index]
             own.append(None if slot is None else stored_slot(slot, storage))
@@ -278,9 +293,10 @@ def shared_updates(
     selected: set[int] = set()
     for updates in updates_by_spec.values():
         is_stored = _is_stored(updates[0].own)
-        if not is_stored and (only_stored or len(updates) < 2):
+        # Then weights that are too small for int8 tell, too, if the optimizer is elementwise.
+        must_be_elementwise = storage.changes_slots
+        if not is_stored and not must_be_elementwise and (only_stored or len(updates) < 2):
             continue
-        must_be_elementwise = is_stored and storage.changes_slots
         shared = _share(
             optimizer, decay, update_one, updates[0], learning_rate, must_be_elementwise
         )
@@ -350,10 +366,14 @@ def _split(
 
 
 def _refusal(optimizer: keras.optimizers.Optimizer, own: OwnVariables, problem: str) -> ValueError:
-    dtypes = {stored.variables[0].dtype.name for stored in own[1:] if stored is not None}
+    dtypes = set()
+    for stored in own:
+        if stored is not None and stored.format is not AS_COMPUTED:
+            dtypes.add(stored.variables[0].dtype.name)
+    stored_in = " and ".join(sorted(dtypes)) or "fewer bytes, if they are large"
     return ValueError(
         f"optimizer={type(optimizer).__name__} {problem}, where weights or slots are stored in "
-        f"{' and '.join(sorted(dtypes))}: only an optimizer that computes each number of a weight "
+        f"{stored_in}: only an update that computes each number of a weight "
         "from those at its place can be stored so. Use AdamW, or pass "
         "Trainer(optimizer_state_dtype='float32', stochastic_rounding=False)."
     )
@@ -408,6 +428,29 @@ def _share(
     gradient_spec = tf.TensorSpec(raw(weight).shape, first.gradient.dtype)
     with replaced(attributes):
         traced = update.get_concrete_function(gradient_spec)
+    captures = _sort_captures(traced, variables, learning_rate)
+    if captures is None:
+        return None
+    if must_be_elementwise:
+        for operation in traced.graph.get_operations():
+            if not _assigns(operation) and not _is_elementwise(operation):
+                raise _refusal(optimizer, own, f"computes {operation.type} of a weight or a slot")
+    if not _only_assigns(traced.graph, captures.places):
+        return None
+    return _SharedUpdate(traced, captures.places, captures.common, own)
+
+
+class _Captures(NamedTuple):
+    """Captures of the trace of an update."""
+
+    places: dict[str, int]  # of its own variables, by the names of their handles
+    common: dict[str, tf.Variable | tf.Tensor]  # scalars of all updates, by name
+
+
+def _sort_captures(
+    traced: ConcreteFunction, variables: Sequence[tf.Variable | None], learning_rate: Any
+) -> _Captures | None:
+    """Sorts what a trace captures; returns None if there is more than `_Captures` can hold."""
     places_of_handles = {}
     for place, variable in enumerate(variables):
         if variable is not None:
@@ -425,21 +468,32 @@ def _share(
             common[inside.name] = outside
         else:
             return None
-    for operation in traced.graph.get_operations():
-        if operation.type in ASSIGNMENTS and operation.inputs[0].name in places:
-            continue
-        if not only_computes(operation):
-            return None
-        if must_be_elementwise and not _is_elementwise(operation):
-            problem = f"computes {operation.type} of a weight or a slot"
-            raise _refusal(optimizer, own, problem)
-    return _SharedUpdate(traced, places, common, own)
+    return _Captures(places, common)
+
+
+def _assigns(operation: tf.Operation) -> bool:
+    return operation.type in ASSIGNMENTS
+
+
+def _only_assigns(graph: tf.Graph, names: Collection[str]) -> bool:
+    """Tells if a trace computes, assigns the variables of these handles, and does no more."""
+    for operation in graph.get_operations():
+        if _assigns(operation):
+            if operation.inputs[0].name not in names:
+                return False
+        elif not only_computes(operation):
+            return False
+    return True
 
 
 def _is_elementwise(operation: tf.Operation) -> bool:
     """Tells if an operation takes scalars only, or computes each number from those at its place."""
     if operation.type in _ELEMENTWISE or operation.type in NOT_REPLAYED:
         return True
+    if operation.type in _ELEMENTWISE_IF_ALIKE:
+        sizes = {tensor.shape.num_elements() for tensor in (*operation.inputs, *operation.outputs)}
+        if len(sizes) == 1:
+            return True
     return all(tensor.shape.rank == 0 for tensor in operation.inputs)
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from fastaccum.adapters.guards import Guard, is_users
 from fastaccum.adapters.optimizers import Optimizer
-from fastaccum.adapters.storage import Storage, scales_of
+from fastaccum.adapters.storage import scales_of
 from fastaccum.basics.attributes import Variable, kinds, raw, replaced
 from fastaccum.basics.warnings import warn
 from fastaccum.kernels import private
@@ -74,16 +74,14 @@ def require_known_slots(optimizer: Optimizer, trained: Sequence[Variable]) -> No
             raise ValueError(_refusal(optimizer, problem))
 
 
-def slots_per_weight(optimizer: Optimizer, storage: Storage) -> float:
-    """Counts the bytes of slots for each byte of a float32 weight, on a copy of the optimizer."""
+def slots_per_weight(optimizer: Optimizer) -> float:
+    """Counts the numbers of slots for each number of a weight, on a copy of the optimizer."""
     size = 64
-    bytes_of_slot = tf.as_dtype(storage.optimizer_state_dtype).size
     of_user = optimizer.optimizer
     copy = type(of_user).from_config(of_user.get_config())
     copy.build([keras.Variable(tf.zeros([size, size]), name="kernel")])
     slots = [variable for variable in copy.variables if len(variable.shape)]
-    numbers = sum(math.prod(slot.shape) for slot in slots)
-    return numbers * bytes_of_slot / (4 * size**2)
+    return sum(math.prod(slot.shape) for slot in slots) / size**2
 
 
 @contextmanager
@@ -118,8 +116,8 @@ def keep_from_keras(optimizer: Optimizer) -> None:
         )
     else:
         remedy = _START_ANEW
-        of_user.save_own_variables = Guard(_save_none, of_user)
-    of_user.apply_gradients = Guard(_apply_outside_strategies, of_user, remedy)
+        vars(of_user)["save_own_variables"] = Guard(_save_none, of_user)
+    vars(of_user)["apply_gradients"] = Guard(_apply_outside_strategies, of_user, remedy)
 
 
 def return_to_keras(optimizer: Optimizer) -> None:

@@ -72,7 +72,7 @@ class Draw(NamedTuple):
     """The random numbers that round a weight or one of its slots."""
 
     key: tf.Tensor  # of the update and the weight, uint32 [2]
-    number: int  # of what the update assigns
+    number: int  # the place of the tensor among those that the update assigns
 
     def round(self, value: tf.Tensor) -> tf.Tensor:
         """Rounds float32 to bfloat16 stochastically."""
@@ -175,8 +175,8 @@ def dtype_of(variable: Variable) -> tf.DType:
     return getattr(raw(variable), "true_dtype", raw(variable).dtype)
 
 
-def stored_weight(weight: Variable, storage: Storage) -> Stored:
-    """Returns how a weight is stored."""
+def stored_variable(weight: Variable, storage: Storage) -> Stored:
+    """Returns how a weight, or a slot that is not coded, is stored."""
     variable = raw(weight)
     if variable.dtype != tf.bfloat16:
         return Stored((variable,), AS_COMPUTED)
@@ -191,7 +191,7 @@ def stored_slot(slot: Variable, storage: Storage) -> Stored:
     scales = scales_of(slot)
     if scales is not None:
         return Stored((raw(slot), raw(scales)), InBlocks())
-    return stored_weight(slot, storage)
+    return stored_variable(slot, storage)
 
 
 def scales_of(slot: Variable) -> keras.Variable | None:

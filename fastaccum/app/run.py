@@ -136,9 +136,12 @@ class Run:
         }
         if self.steps > options.steps:
             self.config[EXTENDED] = self.steps
-        self._say(
-            f"{kind} {device_name}, {options.precision}{' with float8' if options.float8 else ''}"
-        )
+        described = f"{kind} {device_name}, {options.precision}"
+        if options.float8:
+            described += " with float8"
+        if options.optimizer_state_dtype != "float32":
+            described += f", {options.optimizer_state_dtype} slots"
+        self._say(described)
 
     def _pack(self) -> tuple[Any, tuple[Any, Any]]:
         """Returns packed rows of the text, to train on and to evaluate with."""

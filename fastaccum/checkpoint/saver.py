@@ -83,6 +83,8 @@ class Saver:
         self._writer: Writer | None = None
         self._variables: dict[str, tf.Variable] = {}  # that this worker saves, by name
         self._held_here: set[str] = set()  # the names of those that no other worker has
+        # The name of the scales of int8 codes, of any worker, by that of the codes.
+        self._names_of_scales: dict[str, str] = {}
         self._rates: Any = None  # a HookRates
         # The checkpoint that the fit goes on from and its tensors, until its epoch has begun.
         self._resumed: ResumePoint | None = None
@@ -171,8 +173,11 @@ class Saver:
         noted_rates: Json = {}
         if checkpoint is not None:
             same_training.require(checkpoint, fit, self.resumes_with)
+            # Checkpoints from before slots could be int8 name no scales.
             scales_then = checkpoint.manifest.get("scales", {})
-            stored_slots.convert(self._tensors, self._variables, scales_then, self._names_of_scales)
+            stored_slots.convert_in_place(
+                self._tensors, self._variables, scales_then, self._names_of_scales
+            )
             noted_rates = checkpoint.manifest["rates"]
         self._writer = Writer(self.directory, self.keep, fit.workers, name_of_fit, self._held_here)
         rate_variables = fit.settings.get(settings.RATE, ())
@@ -207,9 +212,11 @@ class Saver:
     def _collect_variables(self, fit: Training) -> set[str]:
         """Collects the variables that this worker saves; returns the names of those it has not."""
         elsewhere = set()
+        name_of = {}
         for group, named in name_variables(fit.variables).items():
             for name_in_group, variable in named.items():
                 name = f"{group}/{name_in_group}"
+                name_of[id(variable)] = name
                 holder = fit.holders.get(id(variable))
                 if holder is not None and fit.workers is not None:
                     if holder != fit.workers.worker:
@@ -217,18 +224,10 @@ class Saver:
                         continue
                     self._held_here.add(name)
                 self._variables[name] = variable
+        # The chief writes the names of all workers' scales.
+        for codes, scales in fit.scales.items():
+            self._names_of_scales[name_of[codes]] = name_of[id(scales)]
         return elsewhere
-
-    @property
-    def _names_of_scales(self) -> dict[str, str]:
-        """The name of the scales of int8 codes, by that of the codes."""
-        name_of = {id(variable): name for name, variable in self._variables.items()}
-        names = {}
-        for name, variable in self._variables.items():
-            scales = self._training.scales.get(id(variable))
-            if scales is not None:
-                names[name] = name_of[id(scales)]
-        return names
 
     def _take_folder(self, fit: Training) -> str:
         """Takes the folder for this fit, and returns a name of the fit that its workers share."""
@@ -444,7 +443,7 @@ class Saver:
             "rates": dict(self._rates.record),
             "changes": [*self._changes],
             "cut": dict(self._training.cut),
-            "scales": self._names_of_scales,
+            "scales": dict(self._names_of_scales),
         }
         return Copy(manifest, tensors)
 

@@ -144,6 +144,7 @@ class ReplicatedEngine(Engine):
 
     def _build_optimizer(self, model: Model, optimizer: Optimizer, storage: Storage) -> None:
         """Makes the slots, and gives each optimizer variable a component on every replica."""
+        optimizer.require_known(model.trainable_variables)
         with self._replicas.strategy.scope():
             optimizer.create(model.trainable_variables, storage)
         slots.return_to_keras(optimizer)

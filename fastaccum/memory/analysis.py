@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 from tensorflow.types.experimental import ConcreteFunction
 
+from fastaccum.adapters.storage import Storage
 from fastaccum.basics.attributes import Variable, raw
 from fastaccum.data.arrays import PREFETCH
 from fastaccum.data.stacks import Batch, Dispatch
@@ -70,17 +71,24 @@ def measure(engine: Engine, programs: list[tuple[ConcreteFunction, HloProto]]) -
 
 
 def needs_shares(
-    weights: Sequence[Variable], trained: Sequence[Variable], devices: list[str], slots: float
+    weights: Sequence[Variable],
+    trained: Sequence[Variable],
+    devices: list[str],
+    storage: Storage,
+    slots: float,
 ) -> bool:
     """Tells if replicas must share the optimizer's slots out, since a device cannot hold all.
 
     Beside the slots a device holds the weights and what replicas exchange. `slots` is how many
-    numbers the optimizer keeps for each trained weight.
+    numbers the optimizer keeps for each number of a trained weight, in this storage.
     """
     weight_bytes = _bytes_of_variables(weights)
-    trained_bytes = _bytes_of_variables(trained)
     # The exchange holds two gradients of each trained weight: before it and after.
-    needed = weight_bytes + (slots + 2) * trained_bytes
+    exchanged_bytes = 2 * _bytes_of_variables(trained)
+    slot_bytes = 0.0
+    for variable in trained:
+        slot_bytes += slots * _bytes(raw(variable).shape, tf.as_dtype(storage.slot_dtype(variable)))
+    needed = weight_bytes + slot_bytes + exchanged_bytes
 
     # Replicas on a CPU take from one memory.
     devices_of_memory = 1

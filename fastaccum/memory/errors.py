@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastaccum.adapters.head import replacement
 from fastaccum.adapters.losses import OutputLoss
+from fastaccum.adapters.storage import MIN_CODED
 from fastaccum.kernels.devices import has_gpu
 from fastaccum.memory.buffers import Buffer, Kind, StepMemory
 
@@ -138,24 +139,33 @@ def head_advice(memory: StepMemory, outputs: Sequence[OutputLoss]) -> list[str]:
 
 
 def state_advice(memory: StepMemory) -> list[str]:
-    """Writes the argument that stores the optimizer's slots in fewer bytes, if they are float32."""
-    slots = _float32_bytes(memory, "optimizer slots")
-    if slots <= memory.peak_bytes / 4:
+    """Writes the argument that stores large slots in fewer bytes, if it saves much on a GPU.
+
+    A program for a CPU holds float32 copies of the slots while it updates them.
+    """
+    if not has_gpu():
         return []
-    return [
-        f"Trainer(optimizer_state_dtype='int8') takes {in_units(slots * 3 / 4)} off, and "
-        f"'bfloat16' {in_units(slots / 2)}, with AdamW and other elementwise optimizers of Keras 3."
-    ]
+    saved = {"int8": 0, "bfloat16": 0}
+    for bytes_of_number, numbers in _large_matrices(memory, "optimizer slots"):
+        saved["int8"] += (bytes_of_number - 1) * numbers
+        saved["bfloat16"] += (bytes_of_number - 2) * numbers
+    if saved["int8"] <= memory.peak_bytes / 8:
+        return []
+    line = f"Trainer(optimizer_state_dtype='int8') takes {in_units(saved['int8'])} off"
+    if saved["bfloat16"]:
+        line += f", and 'bfloat16' {in_units(saved['bfloat16'])}"
+    return [f"{line}, with AdamW and other elementwise optimizers of Keras 3."]
 
 
-def _float32_bytes(memory: StepMemory, kind: Kind) -> int:
-    """Sums the bytes of the float32 matrices of a kind."""
-    total = 0
+def _large_matrices(memory: StepMemory, kind: Kind) -> Iterator[tuple[int, int]]:
+    """Yields the bytes of a number, 2 or more, and the numbers of the large matrices of a kind."""
     for buffer in memory.buffers:
-        is_matrix = len(buffer.shape) > 1
-        if buffer.kind == kind and is_matrix and buffer.bytes == 4 * math.prod(buffer.shape):
-            total += buffer.bytes
-    return total
+        numbers = math.prod(buffer.shape)
+        if buffer.kind != kind or len(buffer.shape) < 2 or numbers < MIN_CODED:
+            continue
+        bytes_of_number = buffer.bytes // numbers
+        if bytes_of_number >= 2:
+            yield bytes_of_number, numbers
 
 
 def advice(
@@ -192,11 +202,14 @@ def advice(
             f"without momentum none) takes up to {in_units(kinds['optimizer slots'])} off."
         )
         changes += state_advice(memory)
-    weights = _float32_bytes(memory, "weights")
-    if weights > much:
+    halved = 0
+    for bytes_of_number, numbers in _large_matrices(memory, "weights"):
+        if bytes_of_number == 4:
+            halved += 2 * numbers
+    if has_gpu() and halved > much / 2:
         changes.append(
             "A model made under keras.config.set_dtype_policy('bfloat16') has weights of half the "
-            f"size, {in_units(weights / 2)} less; their updates are rounded stochastically."
+            f"size, {in_units(halved)} less; their updates are rounded stochastically."
         )
     if kinds["data"] > much:
         changes.append(

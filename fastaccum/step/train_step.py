@@ -114,8 +114,7 @@ class TrainStep:
         clip_norm: the largest global norm of the final, unscaled gradient; None for no clipping.
         jit_compile: compile with XLA. False runs the same graph op by op.
         optimizer_state_dtype: as of `Trainer`.
-        stochastic_rounding: as of `Trainer`, for bfloat16 variables; False by default, which is
-            Keras's update of them.
+        stochastic_rounding: as of `Trainer`, for bfloat16 slots and bfloat16 `variables`.
         state: the tf.Variables that `loss_fn` assigns (batch statistics), and a skipped step
             restores; one that is trained and assigned too belongs here as well.
 
@@ -147,7 +146,7 @@ class TrainStep:
         clip_norm: float | None = None,
         jit_compile: bool = True,
         optimizer_state_dtype: StateDtype = "float32",
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool = True,
         state: Sequence[tf.Variable] = (),
     ):
         state = listed("state", state)

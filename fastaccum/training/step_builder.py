@@ -231,7 +231,7 @@ class StepBuilder:
         return Snapshot(
             trained=list(self._model.trainable_variables),
             moving_layers=list(self._model.moving_layers),
-            slots=self._places_of_slots(),
+            slots=self._slot_identities(),
             recomputed=remat.installed(self._model.model),
         )
 
@@ -253,7 +253,7 @@ class StepBuilder:
         warn(f"{problem}: this model trains without XLA. To use it, {remedy}.", UserWarning)
         return dataclasses.replace(options, jit_compile=False)
 
-    def _places_of_slots(self) -> list[int]:
+    def _slot_identities(self) -> list[int]:
         """Lists the identities of the variables that hold the slots of Keras's optimizers."""
         identities = []
         for part in self.setup.optimizer.parts:
@@ -279,7 +279,7 @@ class StepBuilder:
         optimizer = self.setup.optimizer
         trained = model.trainable_variables
         is_too_small = functools.partial(
-            needs_shares, model.variables, trained, all_replicas.devices
+            needs_shares, model.variables, trained, all_replicas.devices, options.storage
         )
         needed = (
             len(trained) >= all_replicas.count
@@ -290,7 +290,7 @@ class StepBuilder:
         if needed:
             try:
                 with replicas.outside_scope():
-                    needed = is_too_small(slots.slots_per_weight(optimizer, options.storage))
+                    needed = is_too_small(slots.slots_per_weight(optimizer))
             except Exception:  # of a class of the user's own, which cannot be made again
                 needed = False
         # The worker with the least room decides.

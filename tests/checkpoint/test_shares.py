@@ -17,7 +17,6 @@ from fastaccum.checkpoint.state import Training
 from fastaccum.distribute import WorkerLostError
 from fastaccum.training import fit as fitting
 
-X = np.ones((16, 2), "float32")
 STEPS = 4
 
 
@@ -78,18 +77,20 @@ def fit(trainer, tmp_path, monkeypatch):
     own.
     """
 
-    def fit(workers, *callbacks):
+    def fit(workers, *callbacks, trainer=trainer, holder_of=None):
+        holder_of = holder_of or (lambda variable: workers.worker)
+
         def training(**parts):
             alone = Training(**parts)
-            holders = {id(v): workers.worker for v in alone.variables["optimizer"]}
+            holders = {id(v): holder_of(v) for v in alone.variables["optimizer"]}
             return dataclasses.replace(alone, workers=workers, holders=holders)
 
         with monkeypatch.context() as patch:
             patch.setattr(fitting.state, "Training", training)
             saves = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "keep": 9}
-            trainer.fit(
-                X, X[:, :1], batch_size=4, epochs=1, verbose=0, callbacks=list(callbacks), **saves
-            )
+            x = np.ones((16, *trainer.model.input_shape[1:]), "float32")
+            y = np.ones((16, *trainer.model.output_shape[1:]), "float32")
+            trainer.fit(x, y, batch_size=4, epochs=1, verbose=0, callbacks=list(callbacks), **saves)
 
     return fit
 
@@ -103,6 +104,18 @@ def test_a_worker_hears_the_others_and_forgets_all_saves_but_the_last(fit, tmp_p
     assert workers.forgotten == [1, 2, 3]
     if worker == 0:
         assert [store.inspect(path).step for path in store.paths(tmp_path)] == [4, 3, 2, 1]
+
+
+def test_the_chief_names_the_scales_of_codes_that_another_worker_has(fit, tmp_path):
+    layers = [keras.layers.Dense(72, name="first"), keras.layers.Dense(72, name="second")]
+    model = keras.Sequential([keras.Input((72,)), *layers])
+    coded = fa.Trainer(model, "adam", "mse", optimizer_state_dtype="int8", jit_compile=False)
+    workers = TwoWorkers(0, tmp_path)
+    fit(workers, trainer=coded, holder_of=lambda variable: int("second" in variable.name))
+    scales = store.inspect(store.paths(tmp_path)[0]).manifest["scales"]
+    assert len(scales) == 4  # two moments of two kernels
+    for codes, of_codes in scales.items():
+        assert of_codes == f"{codes}_scales"
 
 
 @pytest.mark.parametrize("worker", [0, 1])

@@ -1,5 +1,9 @@
 """Numbers in 8 bits: the code against a float64 search for the nearest, and beside bitsandbytes'."""
 
+import argparse
+import inspect
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -89,6 +93,15 @@ def test_a_code_that_is_not_the_nearest_is_seen():
     assert error.max() < 0.0069 < worse.max()
 
 
+def errors(x, signed):
+    """Returns the errors of our code and of bitsandbytes', in shares of the blocks' scales."""
+    rows, scales = in_blocks(x)
+    scales = np.where(scales > 0, scales, 1.0)
+    ours = np.abs(in_blocks(decode(encode(tf.constant(x))))[0] - rows) / scales
+    theirs = np.abs(nearest(rows / scales, bitsandbytes_code(signed)) - rows / scales)
+    return ours, theirs
+
+
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
 def test_the_error_is_at_most_that_of_bitsandbytes(signed, spread):
@@ -97,11 +110,41 @@ def test_the_error_is_at_most_that_of_bitsandbytes(signed, spread):
     if not signed:
         x = x**2
     x = x.astype("float32")
-    rows, scales = in_blocks(x)
-    ours = np.abs(in_blocks(decode(encode(tf.constant(x))))[0] - rows) / scales
-    theirs = np.abs(nearest(rows / scales, bitsandbytes_code(signed)) - rows / scales)
+    ours, theirs = errors(x, signed)
     assert ours.max() <= theirs.max()
     assert ours.mean() <= theirs.mean()
+
+
+@pytest.fixture(scope="module")
+def trained_optimizer():
+    """Trains a model that predicts the next byte of Python source from the eight before it."""
+    text = np.frombuffer(inspect.getsource(argparse).encode(), "uint8").astype("int32")
+    pieces = np.lib.stride_tricks.sliding_window_view(text, 9)[:25_600]
+    model = keras.Sequential(
+        [
+            keras.layers.Embedding(256, 32),
+            keras.layers.Flatten(),
+            keras.layers.Dense(128, "relu"),
+            keras.layers.Dense(256),
+        ]
+    )
+    optimizer = keras.optimizers.Adam(3e-3)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, jit_compile=False)
+    history = model.fit(pieces[:, :8], pieces[:, 8], batch_size=128, epochs=2, verbose=0)
+    assert history.history["loss"][-1] < 2.6  # of ln 256 = 5.5: the slots are of a training
+    return optimizer
+
+
+@pytest.mark.parametrize(("slot", "signed"), [("momentum", True), ("velocity", False)])
+def test_the_error_on_slots_of_a_training_is_at_most_that_of_bitsandbytes(
+    trained_optimizer, slot, signed
+):
+    slots = [v for v in trained_optimizer.variables if v.name.endswith(slot) and len(v.shape) > 1]
+    assert len(slots) == 3
+    ours, theirs = np.concatenate([errors(v.numpy(), signed) for v in slots], axis=1)
+    assert ours.max() <= theirs.max()
+    assert ours.mean() <= 0.98 * theirs.mean()
 
 
 @pytest.mark.parametrize(

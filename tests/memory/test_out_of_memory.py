@@ -1,5 +1,6 @@
 """Refuses what cannot fit before a weight moves. Running out of memory leaves all variables alone."""
 
+import math
 import os
 import re
 import subprocess
@@ -178,6 +179,26 @@ def test_advice(monkeypatch):
     assert not errors.advice(of_small, None, limit=10**5)
     assert errors._ELSE in str(errors.explain("", of_small, 10**5, (), note="More."))
     assert errors._ELSE not in str(errors.explain("", of_small, 10**5, (), more=["recompute"]))
+
+
+def test_advice_to_store_the_state_in_fewer_bytes(monkeypatch):
+    """It says what is saved beside what is stored now, on a GPU, by large matrices."""
+
+    def advised(bytes_of_number, shape, has_gpu=True):
+        monkeypatch.setattr(errors, "has_gpu", lambda: has_gpu)
+        numbers = math.prod(shape)
+        slots = buffers.Buffer(bytes_of_number * numbers, "optimizer slots", "", "", shape)
+        weights = buffers.Buffer(4 * numbers, "weights", "", "", shape)
+        memory = buffers.StepMemory(MemoryAnalysis(0, 0, 0, 0), (slots, weights))
+        return " ".join(errors.state_advice(memory))
+
+    shape = (1024, 1024)
+    assert "'int8') takes 3.0 MiB off, and 'bfloat16' 2.0 MiB" in advised(4, shape)
+    of_bfloat16 = advised(2, shape)
+    assert "'int8') takes 1.0 MiB off, with" in of_bfloat16
+    assert not advised(1, shape)
+    assert not advised(4, (60, 60))
+    assert not advised(4, shape, has_gpu=False)
 
 
 RUNS_OUT = """
