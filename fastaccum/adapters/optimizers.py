@@ -133,7 +133,7 @@ class Optimizer:
         self.trained: list[Variable] = []
         self.elsewhere: set[int] = set()  # ids of the weights and slots of other devices
         self.storage = AS_KERAS  # in which `create` has made the slots
-        self._asked_for: Storage | None = None  # what `create` was last asked for
+        self._asked_for: Storage | None = None  # what `create` last did
         for part in self.parts:
             _require_supported(part)
 
@@ -534,8 +534,8 @@ class Keras3Optimizer(Optimizer):
             yield selected
 
     def create(self, variables: Sequence[Variable], storage: Storage) -> None:
-        self._asked_for = storage
-        storage = self._storable(variables, storage)
+        asked_for = storage
+        storage = self._storable(variables, asked_for)
         for part in self.parts:
             unguard(part)
         if not self.optimizer.built:
@@ -547,6 +547,7 @@ class Keras3Optimizer(Optimizer):
             _warn_of_sums(part, storage)
             if any(dtype_by_keras(variable) for variable in part.variables):
                 guard(part)
+        self._asked_for = asked_for
 
     @property
     def scales(self) -> dict[int, tf.Variable]:

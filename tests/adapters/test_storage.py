@@ -164,7 +164,7 @@ def test_bfloat16_weights_with_int8_slots_are_rounded_to_nearest_if_told():
 )
 def test_other_optimizers_of_keras_train_bfloat16_weights(name):
     optimizer, variables, step = built(KERAS[name], Storage("float32", True), "bfloat16")
-    assert optimizer.rounds_weights or optimizer.storage.stochastic_rounding
+    assert optimizer.rounds_weights
     before = [raw(v).numpy() for v in variables]
     step(make_gradients(0), tf.constant(True))
     assert all(not np.array_equal(raw(v), old) for v, old in zip(variables, before, strict=True))
@@ -287,6 +287,14 @@ def test_an_optimizer_is_refused_on_weights_that_are_too_small_for_int8_as_well(
     optimizer.build(small, Storage("int8", True))
     with pytest.raises(ValueError, match="Lamb computes Sum of a weight or a slot"):
         tf.function(lambda: optimizer.apply([tf.ones([8, 8])], small, tf.constant(True)))()
+
+
+def test_what_was_refused_once_is_refused_again():
+    optimizer = adapt_optimizer(KERAS["Ftrl"]())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Ftrl computes weights from its slots"):
+            optimizer.build(make_variables(), Storage("int8", True))
+    assert not optimizer.trained
 
 
 def test_float64_weights_are_refused():
